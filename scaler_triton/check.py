@@ -2,7 +2,7 @@
 
     batches = plan.collect()                  every gradient is validated before the first is written
     passes.check(batches)                     flag = any gradient is NaN or Inf; perhaps g *= 1 / scale
-    flag.agree(ranks)                         one reduction, where other ranks must agree
+    flag.agree(numbers, ranks)                one reduction, where other ranks must agree
     step.checked() or step.unscaled()
 
 Only here does a rank report its failure to the others: it joins the reduction with the flag set, then raises. The
@@ -21,7 +21,17 @@ from torch import Tensor, nn
 
 from scaler_triton import gradients, passes, ranks
 from scaler_triton.dispatch import is_captured, usual_backend
-from scaler_triton.flag import Flag, FlagRows, Flags, as_flag, failed_sums, report_failure, sum_totals_, write_scales
+from scaler_triton.flag import (
+    Flag,
+    FlagRows,
+    Flags,
+    HostCopy,
+    as_flag,
+    failed_sums,
+    report_failure,
+    sum_totals_,
+    write_scales,
+)
 from scaler_triton.headroom import Reader
 from scaler_triton.kernels.abi import MEASURED_AT, SCALES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
@@ -33,7 +43,6 @@ from scaler_triton.torch_ops import inverse
 from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, Home, LaggingCounters, SkipStreakError
 
 if TYPE_CHECKING:
-    from scaler_triton.flag import HostCopy
     from scaler_triton.grad_scaler import GradScaler
 
 
@@ -54,7 +63,7 @@ class Ours:
         self.counters = Counters(counters)
         self.lagging = LaggingCounters()
         self.steps = Steps(self.counters, usual_backend())
-        self.scale_copy: HostCopy | None = None  # for `metrics`
+        self.scale_copy = HostCopy()  # for `metrics`
         self.membership = Membership(sharded)
         self.rows: dict[torch.device, FlagRows] = {}
         self.policies: dict[torch.device, DevicePolicy] = {}
@@ -112,13 +121,13 @@ def check(
         if not only_here:
             flag.add(flags.values())
         if together is not None:
-            flag.write_scale(scale)
+            numbers = flag.numbers(scale)
     except BaseException as error:
         fail(scaler, step, optimizer, error, together)
         raise
     try:
         if together is not None:
-            flag.agree(together)
+            flag.agree(numbers, together)
         if only_here and plan.devices == [flag.device]:
             agreed = flags
         elif together is None and len(flags) == 1 and plan.devices == [*flags]:  # its flag is there already
@@ -129,7 +138,7 @@ def check(
             step.unscaled(flag, agreed, by_step=by_step)
         else:
             step.checked(flag, agreed, by_step=by_step)
-        if copy and not flag.is_on_host and not step.captured:
+        if copy and not step.captured:
             flag.start_copy()
         plan.written = False
     except BaseException:
@@ -156,7 +165,7 @@ def _check_by_norm(
         agree_on_norm(scaler, [part], totals, together)
         agreed = flags_on(scaler, part.flag, part.flags, plan, together)
         (step.unscaled if divide else step.checked)(part.flag, agreed, by_step=by_step)
-        if copy and not part.flag.is_on_host and not step.captured:
+        if copy and not step.captured:
             part.flag.start_copy()
     except BaseException:
         step_failed(scaler, step)

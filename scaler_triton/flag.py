@@ -50,6 +50,7 @@ class FlagRows:
             self.last_flags = torch.zeros(abi.ROWS, dtype=torch.float32, device="cpu").to(device)  # cleared by updates
             empty = torch.zeros(abi.ROWS, abi.MEASURED_ROW, dtype=torch.float64, device="cpu")
             self.measured = empty.to(device) if measures else None  # what the checks have measured
+        self.measured_copy = HostCopy()
         self.captured: set[Flag] = set()  # flags that graphs write at each replay: their rows are never freed
         self._free = list(reversed(range(abi.ROWS)))
 
@@ -68,11 +69,6 @@ class FlagRows:
 class Flag:
     """Whether one optimizer's step is to be skipped; `status` is fp32 [STATUS], perhaps one of the `rows`."""
 
-    __slots__ = (
-        "__weakref__", "_copied", "_copy", "_memory", "_summed_over", "_totals", "_with_scales",
-        "cleared", "device", "found_inf", "is_on_host", "measured", "row", "rows", "saved", "shared", "status",
-    )  # fmt: skip
-
     def __init__(
         self, status: Tensor, rows: FlagRows | None = None, row: int = 0, measured: Tensor | None = None
     ) -> None:
@@ -83,17 +79,12 @@ class Flag:
         self.cleared = False  # whether flag and failure are known to be zero
         self.saved = False  # whether an update has copied the flag into `rows.last_flags`
         self.shared = False  # whether it is the flag of several optimizers, which were clipped together
-        self._with_scales = False  # whether the ranks' scales were reduced with it
-        self._summed_over = 0  # how many ranks that reduction summed; 0: it was a MAX
-        self._copy: HostCopy | None = None
-        self._copied = False
-        self._totals: Tensor | None = None  # what `agree` sums if it measures
+        # Over how many ranks it was summed; 0: it is their maximum; None: no other ranks had to agree.
+        self._summed_over: int | None = None
+        self._copy = HostCopy()
+        self._copied = False  # whether that has the last check's
         # On the CPU Python reads and writes the memory itself: an op costs twenty times as much.
         self._memory = host_memory(status) if status.is_cpu and type(status) is Tensor else None
-        self.is_on_host = self._memory is not None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Flag:
-        return self  # its memory is the scaler's
 
     def clear(self, captured: bool = False) -> None:
         """Clear the status for a new check; always in a capture, as each replay follows another step."""
@@ -103,7 +94,8 @@ class Flag:
             self.status.zero_()
         if self.measured is not None:
             self.measured.zero_()
-        self.cleared = self.saved = self.shared = self._copied = self._with_scales = False
+        self.cleared = self.saved = self.shared = self._copied = False
+        self._summed_over = None
 
     def add(self, flags: Iterable[Tensor]) -> None:
         """Set the flag if any of `flags` is set, which are on other devices or were returned by an override."""
@@ -121,36 +113,36 @@ class Flag:
         torch.ne(overflows, 0, out=self.found_inf)
         self.shared, self._copied = True, False  # an earlier copy has this optimizer's own flag
 
-    def write_scale(self, scale: Tensor) -> None:
-        """Add the scale (one element, on this device) to what `agree` reduces, so that ranks compare their scales."""
-        if self.measured is not None:
-            self._totals = torch.zeros(abi.TOTALS, dtype=torch.float64, device=self.device)
-            self._totals[abi.OVERFLOWS] = self.found_inf
-            write_scales(self._totals[abi.SCALES :], scale)
-            return
-        torch.mul(scale, constants(scale, torch.float32, 1.0, -1.0), out=self.status[abi.SCALE :])
+    def numbers(self, scale: Tensor) -> Tensor:
+        """Return what `agree` reduces, with the scale (one element, on this device), so that ranks compare theirs."""
+        if self.measured is None:
+            torch.mul(scale, constants(scale, torch.float32, 1.0, -1.0), out=self.status[abi.SCALE :])
+            return self.status
+        totals = torch.zeros(abi.TOTALS, dtype=torch.float64, device=self.device)
+        totals[abi.OVERFLOWS] = self.found_inf
+        write_scales(totals[abi.SCALES :], scale)
+        return totals
 
-    def agree(self, ranks: Ranks) -> None:
+    def agree(self, numbers: Tensor, ranks: Ranks) -> None:
         """Reduce the status to its maximum over the ranks, by one all-reduce; a sum if it measures."""
-        if self._totals is not None:
-            totals, self._totals = self._totals, None
-            sum_totals_([self], totals, ranks)
-            self.read_sums(totals)
-            return
-        ranks.maximum_(self.status)
-        self._with_scales, self._summed_over = True, 0
+        if self.measured is None:
+            ranks.maximum_(numbers)
+            self._summed_over = 0
+        else:
+            sum_totals_([self], numbers, ranks)
+            self.read_sums(numbers)
 
     def agreed_by_sums(self, ranks: int) -> None:
         """Record that a kernel or `read_sums` computes the status from sums over `ranks` ranks."""
-        self._with_scales, self._summed_over, self.shared = True, ranks, True
+        self._summed_over, self.shared = ranks, True
 
     def read_sums(self, totals: Tensor) -> None:
         """Compute the status from totals (fp64 [TOTALS], on this device) that were summed over the ranks."""
         sums = totals[abi.OVERFLOWS :]
         torch.clamp(sums, max=constants(sums, torch.float64, 1.0, 1.0, abi.MAX_SCALE, abi.MAX_SCALE), out=self.status)
         scales, inverses = totals[abi.SCALES : abi.SCALES + 1], totals[abi.INVERSES :]
-        minus_one = constants(totals, torch.float64, -1.0)
-        torch.addcmul(minus_one, scales, inverses, value=1 / self._summed_over**2, out=self.status[abi.EXCESS :])
+        minus_one, ranks = constants(totals, torch.float64, -1.0), self._summed_over or 1
+        torch.addcmul(minus_one, scales, inverses, value=1 / ranks**2, out=self.status[abi.EXCESS :])
 
     def on_devices(self, devices: Sequence[torch.device]) -> Flags:
         """Return the flag on each device, in their order."""
@@ -158,28 +150,24 @@ class Flag:
         return {each: flag if each == home else flag.to(each) for each in dict.fromkeys(devices)}
 
     def start_copy(self) -> None:
-        """Start copying the status to the host, without waiting."""
-        self._copy = self._copy or HostCopy(self.status)
-        self._copy.start()
-        self._copied = True
+        """Start copying the status to the host, without waiting; on the CPU it is there."""
+        if self._memory is None:
+            self._copy.start(self.status)
+            self._copied = True
 
     def on_host(self, flags: Flags, fresh: bool) -> bool:
-        """Return whether the step is to be skipped, waiting for the device.
+        """Return whether a step with these flags is to be skipped, waiting for the device; raise if ranks are apart.
 
-        Args:
-            flags: the step's current flags, which other code may have written.
-            fresh: whether the check was just made: then they are its own, and the copy that it started is valid.
-
-        Raises: RuntimeError if another rank could not check its gradients, or the ranks' scales differ.
+        Other code may have written the flags, unless the check is `fresh`: then the copy that it started is valid, too.
         """
         values: Sequence[float] | None = None
         if self._memory is not None:
             values = self._memory
-        elif fresh and self._copied and self._copy:
+        elif fresh and self._copied:
             values = self._copy.read()
-        elif self._with_scales:
+        elif self._summed_over is not None:
             values = self.status.tolist()
-        if self._with_scales:
+        if self._summed_over is not None:
             self._raise_if_apart(values)
         if values is not None and (fresh or (len(flags) == 1 and flags.get(self.device) is self.found_inf)):
             return values[abi.FLAG] != 0.0  # NaN is set, too
@@ -187,7 +175,7 @@ class Flag:
 
     def last(self) -> bool:
         """Return the flag of the last step, waiting for the device; until an update, raise as `on_host` does."""
-        if self._with_scales:
+        if self._summed_over is not None:
             self._raise_if_apart(self.status.tolist())
         return bool(self.last_found_inf().item())
 
@@ -212,11 +200,7 @@ class Flag:
 
 
 def report_failure(ranks: Ranks, device: torch.device, *, by_sums: Sequence[float] | None = None) -> None:
-    """Join the reduction of a check with the failure set: the other ranks skip, and raise when they read the flag.
-
-    Args:
-        by_sums: what a rank that failed adds where they sum totals instead of reducing a status.
-    """
+    """Join the reduction of a check with the failure set; `by_sums` is added where totals are summed, not a status."""
     if by_sums is not None:
         ranks.sum_(torch.tensor(by_sums, dtype=torch.float64, device=device))
         return
@@ -297,10 +281,8 @@ def as_flag(flag: Tensor, device: torch.device) -> Tensor:
 
 def any_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return 1.0, fp32 `()`, on `device`, if any of `flags` is set, else 0.0."""
-    result: Tensor | None = None
-    for flag in flags:
-        result = as_flag(flag, device) if result is None else torch.maximum(result, as_flag(flag, device))
-    return torch.zeros((), dtype=torch.float32, device=device) if result is None else result
+    found = [as_flag(flag, device) for flag in flags]
+    return functools.reduce(torch.maximum, found) if found else torch.zeros((), dtype=torch.float32, device=device)
 
 
 def fp32_on(device: torch.device, number: Tensor) -> Tensor:
@@ -324,32 +306,37 @@ def _kept_constants(device: torch.device, dtype: torch.dtype, *numbers: float) -
 
 
 class HostCopy:
-    """A copy of a small tensor on the host: from CUDA to pinned memory, with an event; elsewhere a clone."""
+    """A small tensor's values on the host: from CUDA in pinned memory, with an event; elsewhere in a clone."""
+
+    def __init__(self, latest: Any = None) -> None:
+        self.latest = latest  # what `newest` returned last
+        self._source: Tensor | None = None  # the tensor of the last start
+        self._copy: Any = None
+        self._event: torch.cuda.Event | None = None
+
+    def start(self, source: Tensor) -> None:
+        """Start a copy on the current stream; it overwrites the previous one."""
+        if source is not self._source:
+            self._prepare(source)
+        if self._event is None:
+            self._copy = source.clone()
+        elif torch.cuda.current_device() == source.device.index:
+            self._copy.copy_(source, non_blocking=True)
+            self._event.record()
+        else:
+            with torch.cuda.device(source.device):
+                self._copy.copy_(source, non_blocking=True)
+                self._event.record()
 
     @torch.inference_mode(False)
-    def __init__(self, source: Tensor) -> None:
-        self.source = self._copy = source
-        self.latest: Any = None  # what `newest` returned last
-        self._started = False
-        self._event: torch.cuda.Event | None = None
+    def _prepare(self, source: Tensor) -> None:
+        self._event = None
         if source.is_cuda and type(source) is Tensor:  # not one of torch's fake tensors
             self._copy = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
             self._memory = host_memory(self._copy)
             with torch.cuda.device(source.device):
                 self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def start(self) -> None:
-        """Start a copy on the current stream; it overwrites the previous one."""
-        self._started = True
-        if self._event is None:
-            self._copy = self.source.clone()
-        elif torch.cuda.current_device() == self.source.device.index:
-            self._copy.copy_(self.source, non_blocking=True)
-            self._event.record()
-        else:
-            with torch.cuda.device(self.source.device):
-                self._copy.copy_(self.source, non_blocking=True)
-                self._event.record()
+        self._source = source
 
     def read(self) -> Any:
         """Return the values of the last start as `tolist` does, waiting for that copy only."""
@@ -362,15 +349,15 @@ class HostCopy:
         """Return whether `read` would not wait."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
-    def newest(self) -> Any:
-        """Return the newest values that have arrived, None before the first; start the next copy; never wait on CUDA.
+    def newest(self, source: Tensor) -> Any:
+        """Return the newest values that have arrived, and start the next copy; never wait on CUDA.
 
-        While a graph is captured nothing is started.
+        Before any has arrived it is the first `latest`. While a graph is captured nothing is started.
         """
-        for _ in range(0 if is_captured(self.source) else 2):  # the second time, what has arrived at once
-            if self._started:
+        for _ in range(0 if is_captured(source) else 2):  # the second time, what has arrived at once
+            if source is self._source:
                 if not self.has_arrived():
                     break
                 self.latest = self.read()
-            self.start()
+            self.start(source)
         return self.latest

@@ -28,7 +28,7 @@ from torch.cuda.amp import common
 from scaler_triton import clip, fused, passes, policy, ranks, report, update
 from scaler_triton.check import Ours, check, is_replaced, methods_of, require_scale
 from scaler_triton.dispatch import check_backend, is_captured, refuse_capture, skip_tracing, stacklevel
-from scaler_triton.flag import Flag, Flags, HostCopy
+from scaler_triton.flag import Flag, Flags
 from scaler_triton.headroom import Headroom
 from scaler_triton.kernels.abi import MAX_SCALE, STATUS
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
@@ -135,16 +135,16 @@ class GradScaler(torch.amp.GradScaler):
         try:
             super().__init__(device=device, enabled=enabled, **numbers)  # type: ignore[arg-type]
         except TypeError:  # torch compares the factors with 1 before it checks that they are numbers
-            policy.check_growth_factor(growth_factor)
-            policy.check_backoff_factor(backoff_factor)
+            policy.check_number("growth_factor", growth_factor)
+            policy.check_number("backoff_factor", backoff_factor)
             raise
         limits = NO_LIMITS
         if self._enabled:
             extremes = {"min_scale": min_scale, "max_scale": max_scale}
             limits = limits.changed(**extremes, hysteresis=hysteresis, max_consecutive_skips=max_consecutive_skips)
-            init_scale = limits.clamp(policy.check_scale(init_scale, "init_scale"))
-            growth_factor = policy.check_growth_factor(growth_factor)
-            backoff_factor = policy.check_backoff_factor(backoff_factor)
+            init_scale = limits.clamp(policy.check_number("scale", init_scale, "init_scale"))
+            growth_factor = policy.check_number("growth_factor", growth_factor)
+            backoff_factor = policy.check_number("backoff_factor", backoff_factor)
             growth_interval = policy.check_number("growth_interval", growth_interval)
         self._ours.steps.requested, self._ours.limits = backend, limits
         self._ours.allow_fp16 |= allow_fp16_grads
@@ -342,8 +342,8 @@ class GradScaler(torch.amp.GradScaler):
         else:
             update.update_by_flags(self, scale, tracker, checked, captured)
         ours.steps.close(captured)
-        if ours.limits.max_consecutive_skips is not None and not captured:
-            update.check_streak(self, is_set=new_scale is not None)
+        if new_scale is None and ours.limits.max_consecutive_skips is not None and not captured:
+            update.check_streak(self)
 
     def stats(self, *, wait: bool = True) -> ScalerStats:
         """Return what the updates have done so far, including replayed ones; all 0 on a disabled scaler.
@@ -386,12 +386,10 @@ class GradScaler(torch.amp.GradScaler):
             return {}
         ours, scale, newest = self._ours, self._get_scale_async(), None
         if scale is not None:
-            if ours.scale_copy is None or ours.scale_copy.source.data_ptr() != scale.data_ptr():  # users may replace it
-                ours.scale_copy = HostCopy(scale.view(-1))
-            newest = ours.scale_copy.newest()
+            newest = ours.scale_copy.newest(scale)
         stats = ScalerStats.of(ours.counters.newest())
         numbers = {
-            "scale": self._init_scale if newest is None else newest[0],
+            "scale": self._init_scale if newest is None else newest[0] if isinstance(newest, list) else newest,
             "updates": stats.updates,
             "skipped": stats.skipped,
             "skip_share": stats.skipped / max(1, stats.updates),
@@ -498,12 +496,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows: finite, >= 1, else ValueError or TypeError; 1 keeps the scale."""
-        self._growth_factor = policy.check_growth_factor(new_factor, "new_factor")
+        self._growth_factor = policy.check_number("growth_factor", new_factor, "new_factor")
         update.numbers_changed(self)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor that backs the scale off: in (0, 1], else ValueError or TypeError; 1 keeps the scale."""
-        self._backoff_factor = policy.check_backoff_factor(new_factor, "new_factor")
+        self._backoff_factor = policy.check_number("backoff_factor", new_factor, "new_factor")
         update.numbers_changed(self)
 
     def set_growth_interval(self, new_interval: int) -> None:

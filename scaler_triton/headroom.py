@@ -10,7 +10,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from scaler_triton.flag import Flag, FlagRows, HostCopy
+import torch
+
+from scaler_triton.flag import Flag
 from scaler_triton.kernels.abi import LARGEST, MEASURED_AT, SEEN, SUBNORMAL, ZEROS
 from scaler_triton.text import count_of
 
@@ -56,35 +58,22 @@ class Reader:
     """Reads the rows of a scaler's flags, with one wait or with none."""
 
     def __init__(self) -> None:
-        self._copy: HostCopy | None = None
         self._known = Headroom(0.0, math.inf, 0.0, 0.0, 0)
 
     def read(self, flags: Sequence[Flag]) -> Headroom:
         """Return what these have measured, waiting for the device."""
-        rows = _rows_of(flags)
-        if rows is None or any(flag.rows is not rows for flag in flags):
-            held = [flag.measured.tolist() for flag in flags if flag.measured is not None]
-        else:
-            table = rows.measured.tolist()  # type: ignore[union-attr]
-            held = [table[flag.row] for flag in flags]
-        self._known = _summary(held)
+        held = [flag.measured for flag in flags if flag.measured is not None]
+        together = [each.to(held[-1].device) for each in held]  # an earlier scale may have been elsewhere
+        self._known = _summary(torch.stack(together).tolist() if held else [])
         return self._known
 
     def newest(self, flags: Sequence[Flag]) -> Headroom:
         """Return the newest values that have arrived on the host, and start the next copy; never waits on CUDA."""
-        rows = _rows_of(flags)
-        if rows is None or rows.measured is None:
-            return self._known
-        if self._copy is None or self._copy.source is not rows.measured:
-            self._copy = HostCopy(rows.measured)
-        table = self._copy.newest()
+        rows = next((flag.rows for flag in flags if flag.rows is not None), None)
+        table = None if rows is None or rows.measured is None else rows.measured_copy.newest(rows.measured)
         if table is not None:
             self._known = _summary([table[flag.row] for flag in flags if flag.rows is rows])
         return self._known
-
-
-def _rows_of(flags: Iterable[Flag]) -> FlagRows | None:
-    return next((flag.rows for flag in flags if flag.rows is not None), None)
 
 
 def _summary(rows: Iterable[Sequence[float]]) -> Headroom:

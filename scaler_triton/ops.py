@@ -167,8 +167,8 @@ def update_scale_(
     for name, other in (("growth_tracker", growth_tracker), ("found_inf", found_inf)):
         if other.device != scale.device:
             raise ValueError(f"{name} must be on the scale's device, {scale.device}, got {other.device}")
-    growth_factor = policy.check_growth_factor(growth_factor)
-    backoff_factor = policy.check_backoff_factor(backoff_factor)
+    growth_factor = policy.check_number("growth_factor", growth_factor)
+    backoff_factor = policy.check_number("backoff_factor", backoff_factor)
     growth_interval = policy.check_number("growth_interval", growth_interval)
     numbers = growth_factor, backoff_factor, growth_interval
     _update_scale_(scale, growth_tracker, found_inf, numbers, check_backend(backend))

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import operator
 import struct
+import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +52,8 @@ class Limits(NamedTuple):
         given = self._replace(**changes)
         skips = given.max_consecutive_skips
         checked = Limits(
-            MIN_SCALE if given.min_scale is None else as_fp32(check_scale(given.min_scale, "min_scale")),
-            MAX_SCALE if given.max_scale is None else as_fp32(check_scale(given.max_scale, "max_scale")),
+            MIN_SCALE if given.min_scale is None else as_fp32(check_number("scale", given.min_scale, "min_scale")),
+            MAX_SCALE if given.max_scale is None else as_fp32(check_number("scale", given.max_scale, "max_scale")),
             check_number("hysteresis", given.hysteresis),
             None if skips is None else check_number("max_consecutive_skips", skips),
         )
@@ -67,7 +67,7 @@ class Limits(NamedTuple):
 
     def check_within(self, value: Any, name: str) -> float:
         """Return `value` as a float if it can be a loss scale and lies within the bounds."""
-        number = check_scale(value, name)
+        number: float = check_number("scale", value, name)
         if not self.min_scale <= as_fp32(number) <= self.max_scale:
             raise ValueError(
                 f"{name} must be in [min_scale, max_scale], [{self.min_scale}, {self.max_scale}], got {value!r}"
@@ -84,30 +84,6 @@ def as_fp32(number: float) -> float:
     return rounded
 
 
-def check_scale(value: Any, name: str) -> float:
-    """Return `value` as a float if it can be a loss scale, i.e. lies in [2^-126, fp32 max]."""
-    number = _as_float(value, name)
-    if not MIN_SCALE <= number <= MAX_SCALE:
-        raise ValueError(f"{name} must be a positive finite fp32 number in [2**-126, {MAX_SCALE}], got {value!r}")
-    return number
-
-
-def check_growth_factor(value: Any, name: str = "growth_factor") -> float:
-    """Return `value` as a float if it is finite and at least 1 (1 never grows)."""
-    number = _as_float(value, name)
-    if not 1.0 <= number < math.inf:
-        raise ValueError(f"{name} must be finite and >= 1, got {value!r}")
-    return number
-
-
-def check_backoff_factor(value: Any, name: str = "backoff_factor") -> float:
-    """Return `value` as a float if it lies in (0, 1] (1 never backs off)."""
-    number = _as_float(value, name)
-    if not 0.0 < number <= 1.0:
-        raise ValueError(f"{name} must be in (0, 1], got {value!r}")
-    return number
-
-
 def check_int(value: Any, name: str) -> int:
     """Return `value` as an int, also one of another type such as numpy's."""
     try:
@@ -117,25 +93,32 @@ def check_int(value: Any, name: str) -> int:
 
 
 _MOST = 2**63 - 1
-# The least and the largest of what is counted, and how an error calls it.
-_RANGES: dict[str, tuple[int, float, str]] = {
+_SMALLEST, _LARGEST = math.ulp(0.0), sys.float_info.max  # of a float beyond 0
+# The least and the largest of each number, and how an error calls it; floats where these are floats.
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "backoff_factor": (_SMALLEST, 1.0, "in (0, 1]"),
     "count": (0, _MOST, "an int in [0, 2**63)"),
     "exponents": (-1023, 1023, "ints in [-1023, 1023]"),
+    "growth_factor": (1.0, _LARGEST, "finite and >= 1"),
     "growth_interval": (1, _MOST, "an int >= 1 (steps)"),
+    "growth_tracker": (0, MAX_TRACKER, f"an int in [0, {MAX_TRACKER}]"),
     "headroom_bits": (0, 30, "an int in [0, 30] (powers of 2)"),
     "headroom_window": (1, MAX_HEADROOM_WINDOW, f"an int in [1, {MAX_HEADROOM_WINDOW}] (updates)"),
     "hysteresis": (1, _MOST, "an int >= 1 (overflows)"),
     "max_attempts": (1, _MOST, "an int >= 1 (attempts)"),
     "max_consecutive_skips": (0, math.inf, "None or an int >= 0 (updates)"),
+    "norm": (0.0, _LARGEST, "lists of finite norms >= 0"),
+    "scale": (MIN_SCALE, MAX_SCALE, f"a positive finite fp32 number in [2**-126, {MAX_SCALE}]"),
+    "spike_sigma": (_SMALLEST, _LARGEST, "a positive number (standard deviations) or None"),
     "window": (2, MAX_WINDOW, f"an int in [2, {MAX_WINDOW}] (norms)"),
 }
 
 
-def check_number(of: str, value: Any, name: str = "") -> int:
-    """Return `value`, the number `of` something in `_RANGES`, as an int; an error calls it `name`, if that is given."""
+def check_number(of: str, value: Any, name: str = "") -> Any:
+    """Return `value`, a number `of` a kind in `_RANGES`, as an int or a float; an error calls it `name`, if given."""
     least, most, what = _RANGES[of]
-    number = check_int(value, name or of)
-    if not least <= number <= most:
+    number = (_as_float if isinstance(least, float) else check_int)(value, name or of)
+    if not least <= number <= most:  # as for NaN
         raise ValueError(f"{name or of} must be {what}, got {value!r}")
     return number
 
@@ -143,9 +126,8 @@ def check_number(of: str, value: Any, name: str = "") -> int:
 def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> int:
     """Return `value` as an int if it fits into int32; torch loads whole floats and tensors, so they pass, too."""
     plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-    number = int(plain) if isinstance(plain, float) and plain.is_integer() else check_int(plain, name)
-    if not 0 <= number <= MAX_TRACKER:
-        raise ValueError(f"{name} must be an int in [0, {MAX_TRACKER}], got {value!r}")
+    plain = int(plain) if isinstance(plain, float) and plain.is_integer() else plain
+    number: int = check_number("growth_tracker", plain, name)
     return number
 
 
@@ -172,26 +154,10 @@ def check_max_norm(value: Any) -> float:
     return bound
 
 
-def check_sigma(value: Any, name: str = "spike_sigma") -> float | None:
-    """Return `value` as a float if it is a positive number, or None."""
-    if value is None:
-        return None
-    number = _as_float(value, name)
-    if not 0.0 < number < math.inf:
-        raise ValueError(f"{name} must be a positive number (standard deviations) or None, got {value!r}")
-    return number
-
-
-def check_windows(value: Any, name: str = WINDOWS) -> list[list[float]]:
-    """Return a checkpoint's norms, a list for each optimizer, if all of them are finite and >= 0."""
-    try:
-        windows = [[float(norm) for norm in norms] for norms in value]
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be lists of numbers, got {one_line(repr(value))}") from error
-    for norm in (norm for norms in windows for norm in norms):
-        if not 0.0 <= norm < math.inf:
-            raise ValueError(f"{name} must hold finite norms >= 0, got {norm}")
-    return windows
+def check_windows(value: Any) -> list[list[float]]:
+    """Return a checkpoint's norms, a list for each optimizer."""
+    windows = [_check_list(norms, WINDOWS) for norms in _check_list(value, WINDOWS)]
+    return [[check_number("norm", norm, WINDOWS) for norm in norms] for norms in windows]
 
 
 def check_headroom(scale_policy: Any, bits: Any, window: Any) -> tuple[int, int] | None:
@@ -205,11 +171,8 @@ def check_headroom(scale_policy: Any, bits: Any, window: Any) -> tuple[int, int]
 def check_remembered(fields: Any) -> tuple[list[int], float]:
     """Return exponents and cap from what a checkpoint holds of the headroom policy; the start's where it holds none."""
     fields = check_dict(fields, HEADROOM)
-    exponents = fields.get("exponents", [])
-    if not isinstance(exponents, Sequence) or isinstance(exponents, str):
-        raise TypeError(f"exponents must be a list of ints, got {one_line(repr(exponents))}")
-    known = [check_number("exponents", each) for each in exponents]
-    return known, check_scale(fields.get("cap", MAX_SCALE), "cap")
+    exponents = [check_number("exponents", each) for each in _check_list(fields.get("exponents", []), "exponents")]
+    return exponents, check_number("scale", fields.get("cap", MAX_SCALE), "cap")
 
 
 def check_bool(value: Any, name: str) -> bool:
@@ -226,6 +189,12 @@ def check_dict(value: Any, name: str) -> Mapping[str, Any]:
     return value
 
 
+def _check_list(value: Any, name: str) -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"{name} must be a list, got {one_line(repr(value))}")
+    return value
+
+
 def device_type(device: str | torch.device) -> str:
     """Return the type ("cuda", "cpu", ...) of a device given as a string or a `torch.device`."""
     try:
@@ -234,18 +203,11 @@ def device_type(device: str | torch.device) -> str:
         raise ValueError(f"device must name a torch device, got {one_line(repr(device))}") from error
 
 
-_STATE_CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "scale": check_scale,
-    "growth_factor": check_growth_factor,
-    "backoff_factor": check_backoff_factor,
-    "growth_interval": partial(check_number, "growth_interval"),
-    "_growth_tracker": check_growth_tracker,
-}
-
-
 def check_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the five fields of torch's checkpoint as plain numbers, without other keys; KeyError if one is missing."""
-    return {name: check(state_dict[name], name) for name, check in _STATE_CHECKS.items()}
+    names = "scale", "growth_factor", "backoff_factor", "growth_interval"
+    numbers = {name: check_number(name, state_dict[name]) for name in names}
+    return {**numbers, "_growth_tracker": check_growth_tracker(state_dict["_growth_tracker"])}
 
 
 def to_checkpoint(limits: Limits, counters: Sequence[int]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Membership:
     def __init__(self, sharded: bool, *, alone: bool = False) -> None:
         self.sharded = sharded  # whether all ranks of the process group must agree, whatever the parameters are
         self.alone = alone  # whether it may be used without any group
-        self._warned_fsdp1 = self._warned_apart = False
+        self._warned: set[str] = set()
 
     def find(self, parameters: Sequence[Tensor], process_group: Any) -> Ranks | None:
         """Return the ranks that must agree on an optimizer of these parameters, None if no other rank must."""
@@ -76,21 +76,19 @@ class Membership:
         if several_ranks() and has_fsdp1(parameters):
             if strict:
                 raise RuntimeError(_ON_FSDP1)
-            if not self._warned_fsdp1:
-                self._warned_fsdp1 = True
-                warnings.warn(_ON_FSDP1, UserWarning, stacklevel=stacklevel())
+            self._warn_once(_ON_FSDP1)
         return mesh_ranks(parameters)
 
     def warn_if_apart(self, mine: Ranks | None, others: Iterable[Ranks | None]) -> None:
         """Warn once if another optimizer's flag is reduced over other ranks: all optimizers share one scale."""
-        if mine is None or self._warned_apart:
-            return
         for theirs in others:
-            if theirs is not None and theirs.ranks != mine.ranks:
-                self._warned_apart = True
-                text = _APART.format(list(theirs.ranks), list(mine.ranks))
-                warnings.warn(text, UserWarning, stacklevel=stacklevel())
-                return
+            if mine is not None and theirs is not None and theirs.ranks != mine.ranks:
+                self._warn_once(_APART, list(theirs.ranks), list(mine.ranks))
+
+    def _warn_once(self, text: str, *named: list[int]) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text.format(*named), UserWarning, stacklevel=stacklevel())
 
 
 def group_ranks(parameters: Iterable[Tensor], process_group: Any) -> Ranks | None:
@@ -170,21 +168,19 @@ def replicas_of(
     """
     count = 1 if ranks is None else len(ranks.ranks)
     on_fsdp1 = several_ranks() and has_fsdp1(parameters)
-    fsdp1_shards = _fsdp1_shards(model) if on_fsdp1 and model is not None else {}
+    known = _fsdp1_shards(model) if on_fsdp1 and model is not None else {}
     replicas = []
     for index, parameter in enumerate(parameters):
         spec, shards = dtensor_spec(parameter), 1
         if spec is not None:
             shards = num_shards(spec)
-        elif on_fsdp1 and is_fsdp1(parameter) and guess and model is None:
-            shards = count
         elif on_fsdp1 and is_fsdp1(parameter):
-            if id(parameter) not in fsdp1_shards:
+            shards = count if guess and model is None else known.get(id(parameter), 0)
+            if not shards:
                 raise ValueError(
                     f"model must be the module that holds the FullyShardedDataParallel modules, which alone know how "
                     f"parameter {index} is sharded, got {type(model).__name__}"
                 )
-            shards = fsdp1_shards[id(parameter)]
             if shards > count:
                 raise ValueError(
                     f"process_group is needed: parameter {index} is FullyShardedDataParallel's, cut into {shards} "

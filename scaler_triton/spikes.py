@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,8 +33,6 @@ class Guard:
         sigma: how many standard deviations above the mean a norm may be; None: any norm that is finite is good.
         length: the number of norms in a window.
     """
-
-    __slots__ = ("length", "loaded", "sigma")
 
     def __init__(self, sigma: float | None, length: int, norms: Iterable[Sequence[float]] = ()) -> None:
         self.sigma, self.length = sigma, length
@@ -88,12 +86,11 @@ class Window:
             arguments = totals, flag.status, self.memory, counters.on(device), self.length, ranks
             kernels().spike.launch_judge(*arguments, first=first)
             return
-        on_host = device.type == "cpu" and type(totals) is Tensor
-        self._judge_by_ops(totals, flag.status, counters.on_host() if on_host else counters.on(device), first)
+        self._judge_by_ops(totals, flag.status, counters.on(device), first)
         if ranks:
             flag.read_sums(totals)
 
-    def _judge_by_ops(self, totals: Tensor, status: Tensor, counters: Any, first: bool) -> None:
+    def _judge_by_ops(self, totals: Tensor, status: Tensor, counters: Tensor, first: bool) -> None:
         length, place, ring = self.length, self._places, self.memory[abi.HEADER :]
         header = self.memory[: abi.HEADER].unbind()
         count, before, was_spike, *last_spike, sigma, _ = header  # in the order of `kernels.abi`
@@ -112,11 +109,8 @@ class Window:
         norm = totals[abi.SQUARES].sqrt()
         is_finite = norm < math.inf
         is_spike = is_finite & (n >= max(2, length // 2)) & (norm > limit)
-        if isinstance(counters, list):
-            counters[abi.SPIKES] += int(is_spike) - (0 if first else int(was_spike))
-        else:
-            counters[abi.SPIKES] += is_spike.long() - (0 if first else was_spike.long())
-        spike = norm, limit, torch.as_tensor(counters[abi.SKIPPED])
+        counters[abi.SPIKES].add_(is_spike.long() if first else is_spike.long() - was_spike.long())
+        spike = norm, limit, counters[abi.SKIPPED]
         kept = [torch.where(is_spike, new, old) for new, old in zip(spike, last_spike, strict=True)]
         self.memory[: abi.SIGMA] = torch.stack([count, norm, is_spike, *kept])
         bad = is_spike | ~is_finite

@@ -57,7 +57,8 @@ class StepGuard(GradScaler):
         backend: str | None = None,
         enabled: bool = True,
     ) -> None:
-        guard = Guard(policy.check_sigma(spike_sigma), policy.check_number("window", window))
+        sigma = None if spike_sigma is None else policy.check_number("spike_sigma", spike_sigma)
+        guard = Guard(sigma, policy.check_number("window", window))
         super().__init__(
             device,
             1.0,

@@ -13,14 +13,14 @@ With `scale_policy="headroom"` that rule moves a cap, and what the checks have m
 
 This is `torch._amp_update_scale_` except for >= and the limits. Products are computed in fp64 and rounded once to fp32,
 as in torch. Hysteresis is that of Megatron's `DynamicGradScaler` (megatron/core/optimizer/grad_scaler.py). There are
-three implementations with the same bits: Python for a scale on the CPU, torch's ops, and `kernels/update_scale.py`.
+three implementations with the same bits: Python for a scale on the CPU (of the first rule only), torch's ops, and
+`kernels/update_scale.py`.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from scaler_triton.dispatch import choose_for_scale, kernels, refuse_capture, sync_allowed
-from scaler_triton.flag import Flag, FlagRows, HostCopy, any_flag
+from scaler_triton.flag import FlagRows, HostCopy, any_flag
 from scaler_triton.kernels import abi
-from scaler_triton.policy import NO_LIMITS, Limits, as_fp32, no_counters
+from scaler_triton.policy import NO_LIMITS, Limits, no_counters
 from scaler_triton.text import count_of
 from scaler_triton.torch_ops import host_memory
 
@@ -77,22 +77,16 @@ class ScalerStats:
         return cls(updates, skipped, streak, growths, backoffs, last_skip or None, spikes)
 
 
-class HostOrDevice:
-    """Numbers that updates write: a list while updates run on the host, else a tensor on the scale's device.
+class OnDevice:
+    """Numbers that updates write: a list before the first one, then a tensor on the scale's device.
 
-    List and tensor are the same ones from update to update, as graphs write the tensor.
+    It is the same tensor from update to update, as graphs write it.
     """
 
     dtype = torch.float64
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values: list[Any] | Tensor = list(values)
-
-    def on_host(self) -> list[Any]:
-        """Return the list, which updates on the host write."""
-        if not isinstance(self.values, list):
-            self.values = self.read()
-        return self.values
 
     def on(self, device: torch.device) -> Tensor:
         """Return the tensor, which updates on `device` write."""
@@ -106,7 +100,7 @@ class HostOrDevice:
     def set(self, values: Sequence[Any]) -> None:
         """Write other values."""
         if isinstance(self.values, list):
-            self.values[:] = values
+            self.values = list(values)
         else:
             self.values.copy_(torch.tensor(values, dtype=self.dtype, device="cpu"))
 
@@ -115,36 +109,30 @@ class HostOrDevice:
         return list(self.values) if isinstance(self.values, list) else self.values.tolist()
 
 
-class Counters(HostOrDevice):
+class Counters(OnDevice):
     """A scaler's counters, int64 [COUNTERS] on a device."""
 
     dtype = torch.int64
 
     def __init__(self, values: Sequence[int] | None = None) -> None:
         super().__init__(no_counters() if values is None else values)
-        self._known = list(self.values)
-        self._copy: HostCopy | None = None
+        self._copy = HostCopy(self.values)
 
     def set(self, values: Sequence[int]) -> None:
         """Write other values."""
         super().set(values)
-        self._known, self._copy = list(values), None  # which has the old ones
+        self._copy = HostCopy(list(values))  # what was copied before is older
 
     def read(self) -> list[int]:
         """Return a copy of the values, waiting for the device."""
-        self._known = super().read()
-        return list(self._known)
+        values = super().read()
+        self._copy = HostCopy(values)
+        return values
 
     def newest(self) -> list[int]:
         """Return the newest values that have arrived on the host, and start the next copy; never waits on CUDA."""
-        if isinstance(self.values, list):
-            return list(self.values)
-        if self._copy is None or self._copy.source is not self.values:
-            self._copy = HostCopy(self.values)
-        values = self._copy.newest()
-        if values is not None and values[abi.UPDATES] >= self._known[abi.UPDATES]:
-            self._known = values  # else `read` has returned newer ones
-        return list(self._known)
+        newest: list[int] = self.values if isinstance(self.values, list) else self._copy.newest(self.values)
+        return newest
 
 
 class LaggingCounters:
@@ -153,23 +141,19 @@ class LaggingCounters:
     LAG = 4  # updates
 
     def __init__(self) -> None:
-        self._taken: list[HostCopy | list[int]] = []
+        self._taken: list[HostCopy] = []
 
-    def push(self, values: list[int] | Tensor) -> list[int] | None:
+    def push(self, values: Tensor) -> list[int] | None:
         """Store the counters after an update, and return those of `LAG` updates before; None if there are none yet."""
-        oldest = self._taken.pop(0) if len(self._taken) == self.LAG else None
-        seen = oldest.read() if isinstance(oldest, HostCopy) else oldest
-        if isinstance(values, list):
-            self._taken.append(list(values))
-            return seen
-        if not isinstance(oldest, HostCopy) or oldest.source is not values:
-            oldest = HostCopy(values)
-        oldest.start()
+        is_full = len(self._taken) == self.LAG
+        oldest = self._taken.pop(0) if is_full else HostCopy()
+        seen = oldest.read() if is_full else None
+        oldest.start(values)
         self._taken.append(oldest)
         return seen
 
 
-class HeadroomRule(HostOrDevice):
+class HeadroomRule(OnDevice):
     """The window and the cap of `scale_policy="headroom"`, in the order of `kernels.abi`."""
 
     def __init__(self, bits: int, window: int) -> None:
@@ -188,22 +172,13 @@ class HeadroomRule(HostOrDevice):
         kept = [float(each) for each in exponents][-self.window :]
         self.set([float(len(kept)), cap, *kept, *[0.0] * (self.window - len(kept))])
 
-    def scale_below(self, cap: float, scale: float, unscaled: float) -> float:
-        """Return the scale after a good update on the host, and remember its largest unscaled gradient."""
-        values = self.on_host()
-        count = int(values[abi.EXPONENTS])
-        if unscaled > 0.0:
-            values[abi.HEADROOM_HEADER + count % self.window] = max(-1023.0, math.frexp(unscaled)[1] - 1.0)
-            count += 1
-            values[abi.EXPONENTS] = float(count)
-        if count == 0:
-            return scale
-        top = int(max(values[abi.HEADROOM_HEADER : abi.HEADROOM_HEADER + min(count, self.window)]))
-        return min(math.ldexp(1.0, min(abi.FP16_EXPONENT - self.bits - top, 1023)), cap)
+    def options(self, measured: Any) -> dict[str, Any]:
+        """Return the arguments of `launch_update` for rows of what checks have measured."""
+        return {"measured": measured, "headroom": self.on(measured.device), "bits": self.bits}
 
-    def scale_below_by_ops(self, cap: Tensor, scale: Tensor, unscaled: Tensor, bad: Tensor) -> Tensor:
-        """Do the same on any device, without a host wait; after a bad update (`bad`) nothing is remembered."""
-        values = self.on(cap.device)
+    def scale_below(self, cap: Tensor, scale: Tensor, measured: Tensor, bad: Tensor) -> Tensor:
+        """Return the scale after a good update, fp64, and remember the largest gradient unless the update was `bad`."""
+        values, unscaled = self.on(cap.device), measured[0, abi.LARGEST] / measured[0, abi.MEASURED_AT]
         count, ring = values[abi.EXPONENTS].long(), values[abi.HEADROOM_HEADER :]
         enters, slot = (unscaled > 0) & ~bad, (count % self.window).reshape(1)
         exponent = (torch.frexp(unscaled)[1] - 1).double().clamp(min=-1023.0)
@@ -216,25 +191,28 @@ class HeadroomRule(HostOrDevice):
         return torch.where(count > 0, torch.minimum(target, cap.double()), scale.double())
 
 
-def largest_unscaled(flags: Iterable[Flag | None], device: torch.device) -> Tensor:
-    """Return the largest unscaled gradient that checks have measured, fp64 `()` on `device`; 0 if there is none."""
+def measured_by(checked: Sequence[Any], device: torch.device) -> Tensor:
+    """Return the largest gradient that the steps' checks have measured, as a row at scale 1, fp64 [1, MEASURED_ROW]."""
+    flags = [getattr(step, "flag", None) for step in checked]  # other code may have put plain dicts there
     rows = [flag.measured.to(device) for flag in flags if flag is not None and flag.measured is not None]
-    if not rows:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    found = torch.stack(rows)
-    return torch.where(found[:, abi.LARGEST] > 0, found[:, abi.LARGEST] / found[:, abi.MEASURED_AT], 0.0).amax()
+    row = torch.zeros(1, abi.MEASURED_ROW, dtype=torch.float64, device=device)
+    row[0, abi.MEASURED_AT] = 1.0
+    if rows:
+        found = torch.stack(rows)
+        unscaled = found[:, abi.LARGEST] / found[:, abi.MEASURED_AT]
+        row[0, abi.LARGEST] = torch.where(unscaled > 0, unscaled, 0.0).amax()  # NaN where nothing was measured yet
+    return row
 
 
-class DevicePolicy:
+class DevicePolicy(OnDevice):
     """The numbers of the rule in device memory, where graphs read the current ones at each replay.
 
     They are fp64: scalar arguments of a kernel would be fp32, in which 1.1 is another number.
     """
 
     def __init__(self, device: torch.device) -> None:
-        refuse_capture(device, "a scaler's first update")
-        with torch.inference_mode(False):  # later updates write it outside that mode
-            self.values = torch.zeros(6, dtype=torch.float64, device=device)
+        super().__init__([0.0] * abi.POLICY)
+        self.memory = self.on(device)
         self._held: tuple[Any, ...] = ()
 
     def hold(self, numbers: Numbers, limits: Limits) -> Tensor:
@@ -242,13 +220,12 @@ class DevicePolicy:
         asked = (*numbers, limits)
         if asked != self._held:
             self._held = ()  # unknown if the copy is interrupted
-            values = [*numbers, limits.min_scale, limits.max_scale, limits.hysteresis]
-            with sync_allowed(self.values.device):
-                if self.values.is_cuda:  # updates and replays that are queued, on any stream, use the old values
-                    torch.cuda.synchronize(self.values.device)
-                self.values.copy_(torch.tensor(values, dtype=torch.float64, device="cpu"))
+            with sync_allowed(self.memory.device):
+                if self.memory.is_cuda:  # updates and replays that are queued, on any stream, use the old values
+                    torch.cuda.synchronize(self.memory.device)
+                self.set([*numbers, limits.min_scale, limits.max_scale, limits.hysteresis])
             self._held = asked
-        return self.values
+        return self.memory
 
 
 class Home:
@@ -259,10 +236,12 @@ class Home:
         self.rows: FlagRows = ours.rows_on(scale.device)
         self.by_kernel = choose_for_scale(scale, ours.steps.requested) == "triton"
         self.policy: Any = ours.policy_on(scale.device) if self.by_kernel else None
+        self.counters = ours.counters.on(scale.device)
         # Fake tensors cannot be read.
-        self.on_host = not self.by_kernel and scale.is_cpu and type(scale) is type(growth_tracker) is Tensor
+        on_host = not self.by_kernel and scale.is_cpu and type(scale) is type(growth_tracker) is Tensor
+        self.on_host = on_host and ours.headroom is None
         if self.on_host:
-            self.tracker = host_memory(growth_tracker.view(-1))
+            self.counted, self.tracker = host_memory(self.counters), host_memory(growth_tracker.view(-1))
             self.address = growth_tracker.data_ptr()  # of that memory, which users may replace
 
 
@@ -274,6 +253,7 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         home is None
         or home.scale is not scale
         or home.growth_tracker is not tracker
+        or home.counters is not ours.counters.values
         or (home.on_host and home.address != tracker.data_ptr())
     ):
         _check_numbers(scale, tracker)
@@ -291,45 +271,24 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
             found_inf |= flag.is_set()
         else:
             found_inf |= any(each.item() != 0.0 for each in step["found_inf_per_device"].values())
-    headroom, unscaled = ours.headroom, None
-    if headroom is not None and not home.by_kernel:
-        unscaled = largest_unscaled((getattr(step, "flag", None) for step in checked), home.device)
     if home.on_host:
-        counted = ours.counters.values
-        counted = counted if isinstance(counted, list) else ours.counters.on_host()
-        update_on_host_(scale, home.tracker, found_inf, numbers, limits, counted, headroom, unscaled)
+        update_on_host_(scale, home.tracker, found_inf, numbers, limits, home.counted)
         return
-    counters = ours.counters.on(home.device)
+    headroom, flags, measured = ours.headroom, home.rows.status, home.rows.measured
     is_own = home.by_kernel and len(own) == len(checked)
     if not is_own:
-        found_inf_ = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device)
+        flags, mask = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device), 1
+        measured = None if headroom is None else measured_by(checked, home.device)
     if not home.by_kernel:
-        update_by_ops_(scale, tracker, found_inf_, numbers, limits, counters, headroom, unscaled)
+        update_by_ops_(scale, tracker, flags, numbers, limits, home.counters, headroom, measured)
         return
     policy, launch = home.policy.hold(numbers, limits), kernels().update_scale.launch_update
-    if not is_own:
-        options = {} if headroom is None else headroom_options(headroom, home.device, row_of(checked, home.device))
-        launch(scale, tracker, found_inf_, home.rows.last_flags, policy, counters, 1, clear=False, **options)
-        return
-    if not captured:
+    if is_own and not captured:
         _wait_for_readers(home.device, checked)
-    options = {} if headroom is None else headroom_options(headroom, home.device, home.rows.measured)
-    launch(scale, tracker, home.rows.status, home.rows.last_flags, policy, counters, mask, clear=True, **options)
-    for flag in own:
+    options = {} if headroom is None else headroom.options(measured)
+    launch(scale, tracker, flags, home.rows.last_flags, policy, home.counters, mask, clear=is_own, **options)
+    for flag in own if is_own else ():
         flag.saved, flag.cleared = True, not (captured or flag in home.rows.captured)
-
-
-def headroom_options(headroom: HeadroomRule, device: torch.device, measured: Tensor | None) -> dict[str, Any]:
-    """Return the arguments of `launch_update` for the headroom policy."""
-    return {"measured": measured, "headroom": headroom.on(device), "bits": headroom.bits}
-
-
-def row_of(checked: Sequence[Any], device: torch.device) -> Tensor:
-    """Return a row of what the checks of steps have measured, for a kernel that reads one."""
-    unscaled = largest_unscaled((getattr(step, "flag", None) for step in checked), device)
-    row = torch.zeros(1, abi.MEASURED_ROW, dtype=torch.float64, device=device)
-    row[0, abi.LARGEST], row[0, abi.MEASURED_AT] = unscaled, 1.0
-    return row
 
 
 def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> None:
@@ -346,25 +305,17 @@ def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> Non
         raise TypeError(f"new_scale must be a number, got {new_scale}")
     number = ours.limits.check_within(new_scale, "new_scale")
     if checked:  # as an update that changes neither scale nor tracker
-        one, tracker = torch.ones_like(scale, dtype=torch.float32), torch.zeros_like(scale, dtype=torch.int32)
-        unbounded = ours.limits._replace(min_scale=NO_LIMITS.min_scale, max_scale=NO_LIMITS.max_scale)
+        counters = ours.counters.on(scale.device)
         found_inf = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), scale.device)
-        numbers = 1.0, 1.0, abi.MAX_TRACKER
-        if scale.is_cpu and type(scale) is Tensor:
-            counters = ours.counters.on_host()
-            update_on_host_(one, host_memory(tracker.view(-1)), found_inf.item() != 0, numbers, unbounded, counters)
-        else:
-            update_by_ops_(one, tracker, found_inf, numbers, unbounded, ours.counters.on(scale.device))
+        counters.copy_(_counted(counters, found_inf != 0, scale, scale, keeps_strikes=True))
     scale.fill_(number)
+    ours.lagging = LaggingCounters()  # skips before it no longer count
 
 
-def check_streak(scaler: GradScaler, *, is_set: bool) -> None:
-    """Raise SkipStreakError if too many updates in a row were skipped; start again if the user has set the scale."""
+def check_streak(scaler: GradScaler) -> None:
+    """Raise SkipStreakError if too many updates in a row were skipped."""
     ours, limit = scaler._ours, scaler._ours.limits.max_consecutive_skips
-    if is_set:
-        ours.lagging = LaggingCounters()
-        return
-    seen = ours.lagging.push(ours.counters.values)
+    seen = ours.lagging.push(ours.counters.on(scaler._scale.device))
     if seen is not None and limit is not None and seen[abi.STREAK] > limit:
         raise SkipStreakError(
             f"{count_of(seen[abi.STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit}; "
@@ -412,19 +363,14 @@ def update_on_host_(
     found_inf: bool,
     numbers: Numbers,
     limits: Limits,
-    counters: list[int],
-    headroom: HeadroomRule | None = None,
-    unscaled: Tensor | None = None,
+    counters: memoryview[Any] | list[int],
 ) -> None:
     """Update a scale (fp32 or fp64) on the CPU in Python's doubles, in which torch's op multiplies, too.
 
-    The tracker is one number in memory, as an op of torch's would cost half as much as all of this.
+    Tracker and counters are numbers in memory, as an op of torch's would cost half as much as all of this.
     """
     growth_factor, backoff_factor, interval = numbers
-    before = ruled = scale.item()
-    if headroom is not None and not found_inf:
-        ruled = headroom.on_host()[abi.CAP]
-    value = ruled
+    before = value = scale.item()
     counters[abi.UPDATES] += 1
     if found_inf:
         counters[abi.SKIPPED] += 1
@@ -433,22 +379,17 @@ def update_on_host_(
         counters[abi.LAST_SKIP] = counters[abi.UPDATES]
         tracker[0] = 0
         if counters[abi.STRIKES] >= limits.hysteresis:
-            value = ruled * backoff_factor
+            value = before * backoff_factor
     else:
         counters[abi.STREAK] = 0
         good = tracker[0] + 1
         if good >= interval:
             tracker[0] = counters[abi.STRIKES] = 0
-            if abs(ruled * growth_factor) < _ROUNDS_TO_INF:  # false of NaN
-                value = ruled * growth_factor
+            if abs(before * growth_factor) < _ROUNDS_TO_INF:  # false of NaN
+                value = before * growth_factor
         elif good <= abi.MAX_TRACKER:
             tracker[0] = good
     value = min(value, limits.max_scale) if value > limits.min_scale else limits.min_scale  # that for NaN
-    if headroom is not None:
-        headroom.on_host()[abi.CAP] = value = as_fp32(value)
-        if not found_inf:
-            largest = 0.0 if unscaled is None else unscaled.item()
-            value = limits.clamp(headroom.scale_below(value, before, largest))
     if value == before:
         increment_version(scale)  # as if the same value was written, which torch's op does
         return
@@ -466,13 +407,16 @@ def update_by_ops_(
     limits: Limits,
     counters: Tensor,
     headroom: HeadroomRule | None = None,
-    unscaled: Tensor | None = None,
+    measured: Tensor | None = None,
 ) -> None:
-    """Update on any device without a host wait; if memory runs out, nothing has changed."""
-    bad, before = found_inf.reshape(()) != 0, scale
+    """Update on any device without a host wait; if memory runs out, nothing has changed.
+
+    With `headroom` the rule moves its cap, and what was `measured` (fp64 [1, MEASURED_ROW]) the scale below that.
+    """
+    bad, ruled = found_inf.reshape(()) != 0, scale
     if headroom is not None:
-        scale = torch.where(bad, scale, headroom.on(scale.device)[abi.CAP].to(scale.dtype))
-    after = scale.clone()
+        ruled = torch.where(bad, scale, headroom.on(scale.device)[abi.CAP].to(scale.dtype))
+    after = ruled.clone()
     growth, backoff, interval = numbers
     # torch grows at tracker + 1 == interval: capped, the tracker cannot be beyond.
     tracker = growth_tracker.clamp(max=min(interval, abi.MAX_TRACKER) - 1)
@@ -480,28 +424,31 @@ def update_by_ops_(
     torch._amp_update_scale_(after, tracker, found_inf, growth, backoff, reachable)
     if limits.hysteresis > 1:
         spared = bad & (counters[abi.STRIKES] + 1 < limits.hysteresis)
-        after = torch.where(spared, scale, after)
+        after = torch.where(spared, ruled, after)
     after = _clamped(after, limits)
-    scale = before
-    if headroom is not None:
+    if headroom is not None and measured is not None:
         headroom.on(scale.device)[abi.CAP] = after.reshape(())
-        found = torch.zeros_like(after).double().reshape(()) if unscaled is None else unscaled
-        fits = headroom.scale_below_by_ops(after.reshape(()), scale.reshape(()), found, bad)
+        fits = headroom.scale_below(after.reshape(()), scale.reshape(()), measured, bad)
         after = torch.where(bad, after, _clamped(fits.to(after.dtype), limits))
+    counted = _counted(counters, bad, scale, after, keeps_strikes=tracker.reshape(()) != 0)
+    for held, value in ((scale, after), (growth_tracker, tracker), (counters, counted)):
+        held.copy_(value)
+
+
+def _counted(counters: Tensor, bad: Tensor, scale: Tensor, after: Tensor, *, keeps_strikes: Tensor | bool) -> Tensor:
+    """Return the counters after an update that moves the scale; strikes are kept at least until the scale may grow."""
     updates, skipped, streak, growths, backoffs, last_skip, strikes, spikes = counters.unbind()
     updates = updates + 1
-    counted = torch.stack([
+    return torch.stack([
         updates,
         skipped + bad,
         (streak + 1) * bad,
         growths + (after > scale).reshape(()),
         backoffs + (after < scale).reshape(()),
         torch.where(bad, updates, last_skip),
-        (strikes + bad) * (bad | (tracker.reshape(()) != 0)),
+        (strikes + bad) * (bad | keeps_strikes),
         spikes,
     ])  # fmt: skip
-    for held, value in ((scale, after), (growth_tracker, tracker), (counters, counted)):
-        held.copy_(value)
 
 
 def _clamped(scale: Tensor, limits: Limits) -> Tensor:
@@ -512,9 +459,8 @@ def _clamped(scale: Tensor, limits: Limits) -> Tensor:
 def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numbers: Numbers, requested: str) -> None:
     """Update once by the backend of the scale's device, without limits or counters, as `torch._amp_update_scale_`."""
     if choose_for_scale(scale, requested) == "triton":
-        policy, ignored = _kept_policy(scale.device, numbers), _scratch(scale.device)
         launch = kernels().update_scale.launch_update
-        launch(scale, growth_tracker, found_inf, found_inf, policy, ignored, 1, clear=False)
+        launch(scale, growth_tracker, found_inf, found_inf, *_kept_policy(scale.device, numbers), 1, clear=False)
     elif scale.is_cpu and type(scale) is Tensor:
         memory = host_memory(growth_tracker.view(-1))
         update_on_host_(scale, memory, found_inf.item() != 0, numbers, NO_LIMITS, no_counters())
@@ -523,14 +469,10 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numb
         update_by_ops_(scale, growth_tracker, found_inf, numbers, NO_LIMITS, counters)
 
 
-# The next two are never freed: a graph may read or write them at each replay.
-@functools.cache
-def _kept_policy(device: torch.device, numbers: Numbers) -> Tensor:
+@functools.cache  # never freed: a graph may read and write them at each replay
+def _kept_policy(device: torch.device, numbers: Numbers) -> tuple[Tensor, Tensor]:
+    """Return the numbers on the device, and counters that nobody reads."""
     policy = DevicePolicy(device).hold(numbers, NO_LIMITS)
+    ignored = torch.zeros(abi.COUNTERS, dtype=torch.int64, device=device)
     torch.get_device_module(device).synchronize(device)  # the next call may be on another stream
-    return policy
-
-
-@functools.cache
-def _scratch(device: torch.device) -> Tensor:
-    return torch.zeros(abi.COUNTERS, dtype=torch.int64, device=device)
+    return policy, ignored

@@ -50,9 +50,9 @@ def from_megatron(
     if left > limits.hysteresis:
         raise ValueError(f"hysteresis_tracker must be at most hysteresis={limits.hysteresis}, got {left}")
     return {
-        "scale": policy.check_scale(scale, "scale"),
-        "growth_factor": policy.check_growth_factor(growth_factor),
-        "backoff_factor": policy.check_backoff_factor(backoff_factor),
+        "scale": policy.check_number("scale", scale),
+        "growth_factor": policy.check_number("growth_factor", growth_factor),
+        "backoff_factor": policy.check_number("backoff_factor", backoff_factor),
         "growth_interval": policy.check_number("growth_interval", growth_interval),
         "_growth_tracker": policy.check_growth_tracker(tracker, "growth_tracker"),
         **_extras(limits, strikes=limits.hysteresis - left),
@@ -78,7 +78,7 @@ def from_deepspeed(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises: KeyError for a missing field; TypeError or ValueError naming a wrong one and its value.
     """
     (scale,) = _numbers(state, "cur_scale")
-    scale = policy.check_scale(scale, "cur_scale")
+    scale = policy.check_number("scale", scale, "cur_scale")
     name = "dynamic"
     if name not in state:  # FP16_Optimizer's
         name, state = "dynamic_loss_scale", {**state, **_NO_HYSTERESIS}
@@ -86,7 +86,7 @@ def from_deepspeed(state: Mapping[str, Any]) -> dict[str, Any]:
         fixed = {"growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 1, "_growth_tracker": 0}
         return {"scale": scale, **fixed, **_extras(NO_LIMITS, strikes=0)}
     factor, window, min_scale = _numbers(state, "scale_factor", "scale_window", "min_scale")
-    factor = policy.check_growth_factor(factor, "scale_factor")
+    factor = policy.check_number("growth_factor", factor, "scale_factor")
     window = policy.check_number("growth_interval", window, "scale_window")
     shift, left = _numbers(state, "delayed_shift", "cur_hysteresis")
     shift = policy.check_number("hysteresis", shift, "delayed_shift")

@@ -25,7 +25,7 @@ def cleared(rows: FlagRows | None = None, *, on_gpu: bool = False) -> Flag:
     """Return a flag as a check begins with it; as one on a GPU, which Python does not read where it is, if asked."""
     made = (rows or FlagRows(CPU)).flag()
     if on_gpu:
-        made._memory, made.is_on_host = None, False
+        made._memory = None
     made.clear()
     return made
 
@@ -191,8 +191,7 @@ def agreed(mine: float, *others: list[float]) -> Flag:
 
     made = cleared()
     made.found_inf.fill_(mine)
-    made.write_scale(torch.tensor(4.0))
-    made.agree(SimpleNamespace(maximum_=maximum_))  # type: ignore[arg-type]
+    made.agree(made.numbers(torch.tensor(4.0)), SimpleNamespace(maximum_=maximum_))  # type: ignore[arg-type]
     return made
 
 
@@ -279,9 +278,9 @@ def test_a_flag_of_any_kind_becomes_fp32_without_dimensions(made: Tensor) -> Non
 
 def test_a_host_copy_has_the_value_of_its_last_start() -> None:
     source = torch.tensor([1, 2])
-    held = HostCopy(source)
+    held = HostCopy()
     for want in ([1, 2], [2, 3]):
-        held.start()
+        held.start(source)
         source += 1
         assert held.has_arrived()
         assert held.read() == want

@@ -189,7 +189,7 @@ def test_copies_go_on_where_the_original_stood_and_leave_it_alone(cls: Any, clon
     assert copied._ours.sharded is (cls is ShardedGradScaler)
     copied._lazy_init_scale_growth_tracker("cpu")
     copied._scale.fill_(1.0)
-    copied._ours.counters.on_host()[0] += 1
+    copied._ours.counters.on(torch.device("cpu"))[0] += 1
     assert scaler.state_dict() == saved
 
 

@@ -82,13 +82,13 @@ def test_2_a_checkpoint_names_what_is_wrong_and_changes_nothing(field: str, valu
     assert scaler.state_dict() == before
 
 
-COUNTER = policy.COUNTER_NAMES[2]
+COUNTER, TORCHS = policy.COUNTER_NAMES[2], torch.amp.GradScaler("cpu").state_dict()
 
 
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        *((lambda saved, name=name: saved.pop(name), KeyError, f"^'{name}'$") for name in policy._STATE_CHECKS),
+        *((lambda saved, name=name: saved.pop(name), KeyError, f"^'{name}'$") for name in TORCHS),
         *((lambda saved, name=name: saved[KEY].pop(name), KeyError, f"^'{name}'$") for name in [*EXTRAS, "counters"]),
         (lambda saved: saved.update({KEY: 3}), TypeError, "^scaler_triton must be a dict, got 3$"),
         (lambda saved: saved[KEY].update(counters=3), TypeError, "^counters must be a dict, got 3$"),

@@ -65,28 +65,32 @@ def plain_rule(scale: float, tracker: int, bad: bool, numbers: Numbers, limits: 
     return new, min(tracker, abi.MAX_TRACKER)
 
 
-def by_host(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Counters, *measured: Any) -> None:
+def by_host(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Counters) -> None:
     memory, found_inf = host_memory(tracker.view(-1)), bool(flag.item() != 0)
-    rule.update_on_host_(scale, memory, found_inf, *rules, held.on_host(), *measured)
+    rule.update_on_host_(scale, memory, found_inf, *rules, host_memory(held.on(CPU)))
+
+
+def a_row(largest: Tensor) -> Tensor:
+    row = torch.zeros(1, abi.MEASURED_ROW, dtype=torch.float64, device=largest.device)
+    row[0, abi.LARGEST], row[0, abi.MEASURED_AT] = largest * 4.0, 4.0
+    return row
 
 
 def by_ops(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Counters, *measured: Any) -> None:
-    rule.update_by_ops_(scale, tracker, flag, *rules, held.on(scale.device), *measured)
+    policy = (measured[0], a_row(measured[1])) if measured else ()
+    rule.update_by_ops_(scale, tracker, flag, *rules, held.on(scale.device), *policy)
 
 
 def by_kernel(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Counters, *measured: Any) -> None:
-    policy, options = DevicePolicy(scale.device).hold(*rules), {}
-    if measured:
-        headroom, largest = measured
-        row = torch.zeros(1, abi.MEASURED_ROW, dtype=torch.float64, device=scale.device)
-        row[0, abi.LARGEST], row[0, abi.MEASURED_AT] = largest * 3.0, 3.0
-        options = rule.headroom_options(headroom, scale.device, row)
+    policy = DevicePolicy(scale.device).hold(*rules)
+    options = measured[0].options(a_row(measured[1])) if measured else {}
     launch = kernels().update_scale.launch_update
     launch(scale, tracker, flag, flag, policy, held.on(scale.device), 1, clear=False, **options)
 
 
 PATHS = [("cpu", by_host), ("cpu", by_ops), *((place.device, by_kernel) for place in TRITON)]
 NAMED = pytest.mark.parametrize(("device", "path"), PATHS, ids=[path.__name__ for _, path in PATHS])
+MEASURED = pytest.mark.parametrize(("device", "path"), PATHS[1:], ids=[path.__name__ for _, path in PATHS[1:]])
 
 
 any_numbers = st.tuples(st.floats(1.0, 4.0), st.floats(0.01, 1.0), st.integers(1, 4))
@@ -203,6 +207,19 @@ def test_what_cannot_be_a_scale_is_refused_and_changes_nothing(value: Any, error
     assert scaler.get_scale() == 128.0
 
 
+@PLACES
+def test_a_scale_that_is_set_counts_as_an_update_of_what_was_checked(place: Place) -> None:
+    scaler = at(place, hysteresis=2, growth_interval=3)
+    scales(scaler, bad=".")
+    for bad in (1.0, math.inf):
+        scaler.step(sgd([torch.tensor([bad])], place.device))
+        scaler.update(16.0)
+    scaler.update(32.0)  # nothing was checked
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32.0, 1)
+    assert scaler.stats() == ScalerStats(updates=3, skipped=1, consecutive_skips=1, last_skip=3)
+    assert scales(scaler, bad="x") == [16.0]  # the second strike
+
+
 BAD_NUMBERS = [
     ("_growth_tracker", 0, TypeError, r"argument 'growth_tracker' \(position 2\) must be Tensor, not int"),
     ("_scale", 4.0, TypeError, r"argument 'input' \(position 1\) must be Tensor|must be Tensor, not float"),
@@ -300,7 +317,7 @@ class Plainly:
         return self.scale, self.tracker
 
 
-@NAMED
+@MEASURED
 @given(
     st.sampled_from([1.0, 1000.0, 65536.0, abi.MAX_SCALE]),
     st.lists(
@@ -415,6 +432,15 @@ def test_what_was_copied_before_does_not_overtake_what_was_read_or_set(
     else:
         counters.set([5] * abi.COUNTERS)
     assert counters.newest()[abi.UPDATES] == counters.read()[abi.UPDATES] == 5
+
+
+def test_counters_that_have_moved_to_another_device_and_back_go_on() -> None:
+    scaler = at(Place("cpu", "torch"))
+    scales(scaler, bad="x")
+    counters = scaler._ours.counters
+    counters.values = counters.on(CPU).clone()
+    scales(scaler, bad="x")
+    assert (scaler.stats().skipped, scaler.stats(wait=False).updates) == (2, 2)
 
 
 # Too many skips in a row

@@ -1,4 +1,4 @@
-"""The one launch that updates the scale: to the bit the rule in Python, for any numbers; and nothing written beside."""
+"""The one launch that updates the scale: to the bit the rule in Python or ops; and nothing written beside."""
 
 import math
 import random
@@ -10,9 +10,9 @@ from kernel_cases import DEVICE, INF, NAN, assert_same, assert_untouched, launch
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import MAX_SCALE, MIN_SCALE
 from scaler_triton.kernels.update_scale import launch_update
-from scaler_triton.policy import NO_LIMITS, Limits, no_counters
+from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.torch_ops import host_memory
-from scaler_triton.update import HeadroomRule, update_on_host_
+from scaler_triton.update import HeadroomRule, update_by_ops_, update_on_host_
 
 GUARD = -7
 BAD_FLAGS = [1.0, NAN, INF, -1.0, 2.0**-149]
@@ -23,16 +23,17 @@ BACKOFFS = [0.5, 0.4, 1.0, 1 / 3]
 
 
 class Run:
-    """What updates move, every buffer guarded; and the same in Python, moved by the rule."""
+    """What updates move, every buffer guarded; and the same on the host, moved by the rule."""
 
     def __init__(self, scale, numbers=(2.0, 0.5, 1), limits=NO_LIMITS, headroom=None):
         self.numbers, self.limits, self.headroom = numbers, limits, headroom
-        self.scale, self.tracker, self.counted = torch.tensor(scale), torch.zeros((), dtype=torch.int32), no_counters()
+        self.scale, self.tracker = torch.tensor(scale), torch.zeros((), dtype=torch.int32)
+        self.counted = torch.zeros(abi.COUNTERS, dtype=torch.int64)
         self.scales = torch.tensor([NAN, scale, NAN], device=DEVICE)
         self.trackers = torch.tensor([GUARD, 0, GUARD], dtype=torch.int32, device=DEVICE)
-        self.counters = torch.tensor([GUARD, *self.counted, GUARD], device=DEVICE)
+        self.counters = torch.tensor([GUARD, *self.counted.tolist(), GUARD], device=DEVICE)
         self.policy = torch.tensor([*numbers, *limits[:3]], dtype=torch.float64, device=DEVICE)
-        ring = [GUARD, *headroom.on_host(), GUARD] if headroom else []
+        ring = [GUARD, *headroom.read(), GUARD] if headroom else []
         self.ring = torch.tensor(ring, dtype=torch.float64, device=DEVICE)
 
     def step(self, flag, largest=0.0, rows=(0,), *, clear=False):
@@ -51,13 +52,18 @@ class Run:
             options = {"measured": measured_there, "headroom": self.ring[1:-1], "bits": self.headroom.bits}
         with launched("_update_scale_kernel"):
             launch_update(*state, mask, clear=clear, **options)
-        rule = self.numbers, self.limits, self.counted, self.headroom, torch.tensor(largest, dtype=torch.float64)
-        update_on_host_(self.scale, host_memory(self.tracker.view(-1)), bool(rows) and flag != 0, *rule)
+        bad, rule = bool(rows) and flag != 0, (self.numbers, self.limits)
+        if self.headroom:
+            row = torch.tensor([[largest, 0.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+            found_inf = torch.tensor(float(bad))
+            update_by_ops_(self.scale, self.tracker, found_inf, *rule, self.counted, self.headroom, row)
+        else:
+            update_on_host_(self.scale, host_memory(self.tracker.view(-1)), bad, *rule, host_memory(self.counted))
         assert_same(self.scales, torch.tensor([NAN, self.scale.item(), NAN]))
         assert self.trackers.tolist() == [GUARD, self.tracker.item(), GUARD]
-        assert self.counters.tolist() == [GUARD, *self.counted, GUARD]
+        assert self.counters.tolist() == [GUARD, *self.counted.tolist(), GUARD]
         if self.headroom:
-            assert self.ring.tolist() == [GUARD, *self.headroom.on_host(), GUARD]
+            assert self.ring.tolist() == [GUARD, *self.headroom.read(), GUARD]
         for row in rows if clear else ():
             kept[1 + row] = flags[row, abi.FLAG]
             flags[row, : abi.SCALE] = 0.0
