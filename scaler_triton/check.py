@@ -3,7 +3,7 @@
     batches = plan.collect()                  every gradient is validated before the first is written
     passes.check(batches)                     flag = any gradient is NaN or Inf; perhaps g *= 1 / scale
     flag.agree(ranks)                         one reduction, where other ranks must agree
-    step.checked() or step.unscaled()
+    step.checked()                            READY becomes CHECKED, or UNSCALED if it divided
 
 Only here does a rank report its failure to the others: it joins the reduction with the flag set, then raises. The
 others skip the step, and raise when they read the flag.
@@ -41,13 +41,14 @@ class Ours:
     """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
 
     __slots__ = (
-        "allow_fp16", "counters", "guard", "headroom", "home", "lagging", "limits", "membership",
+        "allow_fp16", "by_norm", "counters", "guard", "headroom", "home", "lagging", "limits", "membership",
         "policies", "reader", "rows", "scale_copy", "sharded", "steps",
     )  # fmt: skip
 
     def __init__(self, sharded: bool, counters: Sequence[int] | None = None) -> None:
         self.sharded = self.allow_fp16 = sharded
         self.guard: Guard | None = None  # None: gradients are scaled
+        self.by_norm = False  # whether a guard looks for spikes: every check then gives a norm
         self.headroom: HeadroomRule | None = None  # None: torch's rule
         self.reader = Reader()
         self.limits: Limits = NO_LIMITS
@@ -63,6 +64,7 @@ class Ours:
     def become_guard(self, guard: Guard) -> None:
         """Make it that of a guard, whose ranks all agree if there are several, and whose gradients are not scaled."""
         self.guard, self.sharded, self.allow_fp16 = guard, True, True
+        self.by_norm = guard.sigma is not None
         self.membership = Membership(True, alone=True)
 
     def rows_on(self, device: torch.device) -> FlagRows:
@@ -78,29 +80,29 @@ class Ours:
         return self.policies[device]
 
 
-def check(
-    scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool = False, copy: bool = False
-) -> None:
+def check(scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool = False) -> None:
     """Check an optimizer's gradients, divide them by the scale if asked to, and agree with the other ranks.
 
-    A guard's are never divided, as its scale is 1.
+    A guard's are never divided, as its scale is 1; one that looks for spikes judges their norm, from the same pass.
 
     Args:
         by_step: whether `scaler.step` calls, and uses the flag at once.
-        copy: start a copy of the flag to the host, where a later `scaler.step` will read it.
     """
     ours, scale = scaler._ours, scaler._scale
     step.outcome = None
-    if ours.guard is not None and ours.guard.sigma is not None:
-        _check_by_norm(scaler, step, optimizer, divide=divide, by_step=by_step, copy=copy)
-        return
     together: Ranks | None = None
     try:
+        if ours.by_norm:
+            open_window(scaler, step)
         plan = ours.steps.plan(step, optimizer)
         plan.written, plan.marks.resumed = False, {}
         if plan.is_distributed or ours.sharded or scaler.process_group is not None:
             together = ranks_of(scaler, plan)
-        if is_replaced(scaler, "_unscale_grads_"):  # it may check gradients that are not in the plan
+        if ours.by_norm:
+            part = Part(optimizer, step, plan, replicas_in(plan, together, None, guess=True))
+            totals = measure(scaler, [part], together)
+            flag, flags = part.flag, part.flags
+        elif is_replaced(scaler, "_unscale_grads_"):  # it may check gradients that are not in the plan
             flag, plan.written = new_flag(scaler, step), divide
             factor = inverse(scale) if divide else torch.ones_like(flag.found_inf)
             flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, ours.allow_fp16 or not divide)
@@ -111,49 +113,20 @@ def check(
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
             flag.add(flags.values())
-        if together is not None:
+        if together is not None and not ours.by_norm:
             flag.write_scale(scale)
     except BaseException as error:
         fail(scaler, step, optimizer, error, together)
         raise
     try:
-        if together is not None:
+        if ours.by_norm:
+            agree_on_norm(scaler, [part], totals, together)
+        elif together is not None:
             flag.agree(together)
         usual = only_here and plan.devices == [flag.device]
         agreed = flags if usual else flags_on(scaler, flag, flags, plan, together)
-        if divide:
-            step.unscaled(flag, agreed, by_step=by_step)
-        else:
-            step.checked(flag, agreed, by_step=by_step)
-        if copy and not flag.is_on_host and not step.captured:
-            flag.start_copy()
+        step.checked(flag, agreed, divided=divide, by_step=by_step)
         plan.written = False
-    except BaseException:
-        step_failed(scaler, step)
-        raise
-
-
-def _check_by_norm(
-    scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool, copy: bool
-) -> None:
-    """Do the same for a guard that looks for spikes: the pass that checks gives the norm, which the guard judges."""
-    together: Ranks | None = None
-    try:
-        open_window(scaler, step)
-        plan = scaler._ours.steps.plan(step, optimizer)
-        plan.written = False
-        together = ranks_of(scaler, plan)
-        part = Part(optimizer, step, plan, replicas_in(plan, together, None, guess=True))
-        totals = measure(scaler, [part], together)
-    except BaseException as error:
-        fail(scaler, step, optimizer, error, together)
-        raise
-    try:
-        agree_on_norm(scaler, [part], totals, together)
-        agreed = flags_on(scaler, part.flag, part.flags, plan, together)
-        (step.unscaled if divide else step.checked)(part.flag, agreed, by_step=by_step)
-        if copy and not part.flag.is_on_host and not step.captured:
-            part.flag.start_copy()
     except BaseException:
         step_failed(scaler, step)
         raise
@@ -218,9 +191,9 @@ def open_window(scaler: GradScaler, step: OptimizerStep) -> None:
 
     It comes before all that may fail on one rank alone: a checkpoint's windows belong to optimizers in this order.
     """
-    guard, device = scaler._ours.guard, scaler._scale.device
-    if guard is not None and guard.sigma is not None and (step.window is None or step.window.memory.device != device):
-        step.window = guard.window(device, scaler._ours.steps.requested)
+    ours, device = scaler._ours, scaler._scale.device
+    if ours.guard is not None and ours.by_norm and (step.window is None or step.window.memory.device != device):
+        step.window = ours.guard.window(device, ours.steps.requested)
 
 
 def replicas_in(plan: GradPlan, together: Ranks | None, model: nn.Module | None, *, guess: bool = False) -> list[int]:
@@ -279,8 +252,6 @@ def flags_on(scaler: GradScaler, flag: Flag, checked: Flags, plan: GradPlan, tog
     """Return the agreed flag on every device that needs it; none if there is none: step and update then raise."""
     if not has_flag(scaler, checked, together):
         return {}
-    if checked.keys() == {flag.device} == {*plan.devices}:
-        return {flag.device: flag.found_inf}
     return flag.on_devices((*checked, *plan.devices) or (flag.device,))
 
 
@@ -309,8 +280,7 @@ def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseExc
 
 def _report_failed_check(scaler: GradScaler, told: Ranks, home: torch.device) -> None:
     """Join the reduction of a check as failed: by its kind, which depends on the scaler alone."""
-    guard, measures = scaler._ours.guard, scaler._ours.steps.measures
-    by_norm = guard is not None and guard.sigma is not None
+    by_norm, measures = scaler._ours.by_norm, scaler._ours.steps.measures
     report_failure(told, home, by_sums=failed_sums(measures) if by_norm or measures else None)
 
 

@@ -169,10 +169,7 @@ def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, re
                 norm, status = got if here else norm, None if wrote else status
             if status is not None:
                 part.flag.read_sums(totals)
-            part.step.unscaled(part.flag, flags_on(scaler, part.flag, part.flags, part.plan, ranks))
-            is_fused = getattr(part.optimizer, "_step_supports_amp_scaling", False)
-            if not (part.flag.is_on_host or part.step.captured or is_fused):
-                part.flag.start_copy()
+            part.step.checked(part.flag, flags_on(scaler, part.flag, part.flags, part.plan, ranks), divided=True)
     return torch_ops.norm_of(totals) if norm is None else norm, refused
 
 

@@ -198,8 +198,7 @@ class GradScaler(torch.amp.GradScaler):
             require_scale(self, "unscale_", [optimizer])
         step = self._ours.steps.open(optimizer)
         step.require_unscalable()
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        check(self, step, optimizer, divide=True, copy=not is_fused)
+        check(self, step, optimizer, divide=True)
 
     def clip_grad_norm_(
         self,

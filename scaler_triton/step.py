@@ -131,25 +131,23 @@ class OptimizerStep(dict[str, Any]):
             return by_check or self.began
         return self.phase is STEPPED or (self.phase is UNSCALED and self.began)
 
-    def checked(self, flag: Flag | None, flags: Flags, *, by_step: bool = False) -> None:
-        """Store the flag that the ranks agreed on after a check that only read, the running `step`'s if `by_step`."""
+    def checked(self, flag: Flag, flags: Flags, *, divided: bool, by_step: bool = False) -> None:
+        """Store the flag that the ranks agreed on after a check, which `divided` or only read; `by_step`: in `step`."""
         if flag is not self.flag:
             self.earlier.append(self.flag)
         self.flag, self[_FLAGS], self.fresh = flag, flags, by_step
-        if self.phase is CARRIED:  # an overflow that was found before the division still counts
+        if divided:
+            self.began &= by_step  # else it is another attempt
+            self.phase = UNSCALED
+            self["stage"] = self.stage = UNSCALED_STAGE
+            is_read_later = not (by_step or flag.is_on_host or self.captured)
+            if is_read_later and not getattr(self.owner(), "_step_supports_amp_scaling", False):
+                flag.start_copy()
+        elif self.phase is CARRIED:  # an overflow that was found before the division still counts
             for device, found in flags.items():
                 self.kept[device] = torch.maximum(found, self.kept.get(device, found))
         elif self.phase is READY:
             self.phase = CHECKED
-
-    def unscaled(self, flag: Flag, flags: Flags, *, by_step: bool = False) -> None:
-        """Store the flag that the ranks agreed on after a check that divided, the running `step`'s if `by_step`."""
-        if flag is not self.flag:
-            self.earlier.append(self.flag)
-        self.flag, self[_FLAGS], self.fresh = flag, flags, by_step
-        self.began &= by_step  # else it is another attempt
-        self.phase = UNSCALED
-        self["stage"] = self.stage = UNSCALED_STAGE
 
     def resume(self) -> None:
         """Continue a CARRIED step: its gradients are divided, and its flags were kept."""
@@ -259,7 +257,7 @@ class Steps(dict[Any, Any]):
                 flags = step[_FLAGS]  # a caller has checked the gradients since the update
                 step.reset()
                 if flags:
-                    step.checked(step.flag, flags)
+                    step[_FLAGS], step.phase = flags, CHECKED
             elif step.began and step.phase in (UNSCALED, FAILED):
                 step.reset()
         self.unfinished = 0
