@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from scaler_triton.flag import HostCopy
     from scaler_triton.grad_scaler import GradScaler
 
+Report = Callable[[Exception], None]  # joins the reductions in which the other ranks wait, after an error
+
 
 class Ours:
     """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
@@ -260,28 +262,48 @@ def has_flag(scaler: GradScaler, checked: Flags, together: Ranks | None) -> bool
     return bool(checked or together) or (scaler._ours.sharded and ranks.is_in_a_group(scaler.process_group))
 
 
-def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseException, together: Ranks | None) -> None:
-    """Report an error, unless it is an interrupt, to the other ranks, which wait in the reduction.
+def fail(
+    scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseException, together: Ranks | None = None
+) -> None:
+    """Report an error, unless it is an interrupt, to the other ranks, which wait in the reduction of a check.
 
     This rank's step will be skipped if theirs will, or if gradients have been written.
     """
-    plan = step.plan
-    if isinstance(error, Exception) and together is None:
-        with suppress(Exception):  # such as an illegal process_group, which fails on every rank
-            together = scaler._ours.membership.find(parameters_of(optimizer), scaler.process_group)
-    told = together if isinstance(error, Exception) else None
+    told = None
+    if isinstance(error, Exception):
+        told = together or ranks_that_wait(scaler, [optimizer])
     try:
-        if told is not None or (plan is not None and plan.written):
+        if told is not None or (step.plan is not None and step.plan.written):
             step_failed(scaler, step)
     finally:  # even if that raises: the others wait in the reduction
         if told is not None:
-            _report_failed_check(scaler, told, scaler._scale.device)
+            measures = scaler._ours.steps.measures
+            sums = failed_sums(measures) if measures or scaler._ours.by_norm else None
+            report_failure(told, scaler._scale.device, by_sums=sums)
 
 
-def _report_failed_check(scaler: GradScaler, told: Ranks, home: torch.device) -> None:
-    """Join the reduction of a check as failed: by its kind, which depends on the scaler alone."""
-    by_norm, measures = scaler._ours.by_norm, scaler._ours.steps.measures
-    report_failure(told, home, by_sums=failed_sums(measures) if by_norm or measures else None)
+def ranks_that_wait(scaler: GradScaler, optimizers: Sequence[Any]) -> Ranks | None:
+    """Return the ranks that wait for this one in the reduction of these optimizers, None if there are none.
+
+    Where there is no scale yet it is made: the others back off in `update`, and so must this rank.
+    """
+    with suppress(Exception):  # such as an illegal process_group, which fails on every rank
+        held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        together = scaler._ours.membership.find(held, scaler.process_group)
+        if together is not None and (scaler._scale is None or scaler._growth_tracker is None):
+            scaler._lazy_init_scale_growth_tracker(_home_of(scaler, optimizers))
+        return together
+    return None
+
+
+def fail_early(scaler: GradScaler, optimizer: Any, error: Exception, *, by_step: bool) -> None:
+    """Report an error that came before the check, perhaps in `step`."""
+    with suppress(Exception):  # the first error is more important
+        together = ranks_that_wait(scaler, [optimizer])
+        if together is not None:
+            step = scaler._ours.steps.open(optimizer)
+            fail(scaler, step, optimizer, error, together)
+            step.began = by_step
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
@@ -292,71 +314,47 @@ def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False
         step.reset()
 
 
-def require_scale(
-    scaler: GradScaler, name: str, optimizers: Sequence[Any], report: Callable[[Ranks], None] | None = None
-) -> None:
-    """Report to the other ranks that a method was called before `scale`, then raise torch's error.
-
-    A guard need not be called before: its scale, 1, is made here.
-
-    Args:
-        report: joins the reductions of the others; None: those of a check.
-    """
-    guard = scaler._ours.guard
+def require_scale(scaler: GradScaler, name: str, optimizers: Sequence[Any], report: Report | None = None) -> None:
+    """Raise torch's error for a method that was called before `scale`, and report it; make the scale of a guard."""
     try:
-        if guard is None:
+        if scaler._ours.guard is None:
             scaler._check_scale_growth_tracker(name)
-            return
-        held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-        scaler._lazy_init_scale_growth_tracker(_home_of(scaler, held))
-    except Exception:
-        with suppress(Exception):  # the first error is more important
-            held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-            together = scaler._ours.membership.find(held, scaler.process_group)
-            if together is not None:
-                home = _home_of(scaler, held)
-                scaler._lazy_init_scale_growth_tracker(home)  # the others back off in `update`, and so must this rank
-                if report is not None:
-                    report(together)
-                else:
-                    for optimizer in optimizers:
-                        step = scaler._ours.steps.open(optimizer)
-                        step.failed(home)
-                        step.began = name == "step"
-                        _report_failed_check(scaler, together, home)
+        else:
+            scaler._lazy_init_scale_growth_tracker(_home_of(scaler, optimizers))
+    except Exception as error:
+        if report is not None:
+            report(error)
+        else:
+            fail_early(scaler, optimizers[0], error, by_step=name == "step")
         raise
 
 
-def begin_anew(
-    guard: GradScaler, steps: Sequence[OptimizerStep], report: Callable[[Exception], object], *, by_check: bool
-) -> None:
+def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report, *, by_check: bool) -> None:
     """Begin the next step where a guard's caller has left out the update since the last one.
 
     It is counted on all ranks, also on those where that step raised: their counters stay equal.
 
     Args:
-        report: joins the reductions of the others after an error in the update.
         by_check: see `OptimizerStep.is_over`.
     """
     over = [step for step in steps if step.is_over(by_check=by_check)]
     try:
         if any(step["found_inf_per_device"] for step in over):
             guard.update()
-    except SkipStreakError:  # on all ranks at once
-        raise
     except Exception as error:
         for step in over:  # the other ranks check this one
             step.reset()
-        report(error)
+        if not isinstance(error, SkipStreakError):  # which all ranks raise
+            report(error)
         raise
-    for step in over:  # without gradients there is nothing to count, and what was clipped is carried
-        if not step["found_inf_per_device"]:
-            step.reset()
+    for step in over:
+        step.reset()
 
 
-def _home_of(scaler: GradScaler, parameters: Sequence[Any]) -> torch.device:
-    """Return where the scale of an optimizer of these parameters belongs."""
-    devices = [each.device for each in parameters if isinstance(each, Tensor)]
+def _home_of(scaler: GradScaler, optimizers: Sequence[Any]) -> torch.device:
+    """Return where the scale of these optimizers belongs."""
+    held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+    devices = [each.device for each in held if isinstance(each, Tensor)]
     return next((each for each in devices if each.type == scaler._device), torch.device(scaler._device))
 
 

@@ -33,6 +33,7 @@ from scaler_triton.check import (
     measure,
     open_window,
     ranks_of,
+    ranks_that_wait,
     replicas_in,
     require_scale,
     step_failed,
@@ -108,20 +109,17 @@ def _open(
 ) -> tuple[list[Part], Ranks | None]:
     """Return the steps to be clipped, and the ranks that share their norm; an error is reported to these."""
 
-    def report(ranks: Ranks) -> None:
-        _fail_together(scaler, optimizers, ranks, request, checked=request.at_once)
-
-    def find_and_report(_: Exception) -> None:
+    def report(_: Exception) -> None:
         with suppress(Exception):  # the first error matters more
-            ranks = scaler._ours.membership.find(_all_parameters(optimizers), scaler.process_group)
+            ranks = ranks_that_wait(scaler, optimizers)
             if ranks is not None:
-                report(ranks)
+                _fail_together(scaler, optimizers, ranks, request)
 
     if scaler._scale is None or scaler._growth_tracker is None:
         require_scale(scaler, "clip_grad_norm_", optimizers, report)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
     if scaler._ours.guard is not None:
-        begin_anew(scaler, steps, find_and_report, by_check=request.chosen is None)
+        begin_anew(scaler, steps, report, by_check=request.chosen is None)
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
     try:
@@ -133,7 +131,7 @@ def _open(
     except ValueError:  # a wrong argument raises on all ranks
         raise
     except Exception as error:
-        find_and_report(error)
+        report(error)
         raise
     return list(map(Part, optimizers, steps, plans, replicas)), ranks
 
@@ -247,7 +245,7 @@ def _failure_joins(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, r
         yield
     except Exception:
         if ranks is not None:
-            _fail_together(scaler, [part.optimizer for part in parts], ranks, request, checked=True)
+            _fail_together(scaler, [part.optimizer for part in parts], ranks, request)
         raise
 
 
@@ -262,23 +260,19 @@ def _failure_skips(scaler: GradScaler, parts: Sequence[Part]) -> Iterator[None]:
         raise
 
 
-def _fail_together(scaler: GradScaler, optimizers: list[Any], ranks: Ranks, request: Request, *, checked: bool) -> None:
-    """Join the reductions of the norm and, unless `checked`, of the checks as failed; skip the optimizers' steps.
-
-    The other ranks wait in these reductions.
-    """
-    if not checked:
-        for optimizer in optimizers:
-            step = scaler._ours.steps.open(optimizer)
-            if step.phase in (READY, CHECKED, CARRIED):
-                fail(scaler, step, optimizer, RuntimeError(), None)
+def _fail_together(scaler: GradScaler, optimizers: list[Any], ranks: Ranks, request: Request) -> None:
+    """Skip the steps, and join as failed the reductions in which the other ranks wait: of the norm, and of checks."""
+    for optimizer in [] if request.at_once else optimizers:
+        step = scaler._ours.steps.open(optimizer)
+        if step.phase in (READY, CHECKED, CARRIED):
+            fail(scaler, step, optimizer, RuntimeError())
     try:
         with suppress(Exception):  # the caller is raising already
             parameters = _all_parameters(optimizers)
             _local_gradients(parameters, [1] * len(parameters), request.chosen)  # reduces Partial ones
         for optimizer in optimizers:
             step_failed(scaler, scaler._ours.steps.open(optimizer))
-    finally:  # even if that fails, as the other ranks wait
+    finally:  # even if that fails
         takes_maximum = request.norm_type == math.inf
         numbers = failed_sums(scaler._ours.steps.measures) if request.at_once else [math.nan, 1.0]
         numbers = [0.0, 1.0, 1.0] if takes_maximum else numbers

@@ -92,7 +92,7 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
         if divides and step["found_inf_per_device"]:
             step_failed(scaler, step, agreed=True)  # the other ranks would not join a second check's reduction
         elif divides:
-            fail(scaler, step, optimizer, error, None)
+            fail(scaler, step, optimizer, error)
         raise
     finally:
         step.asks = False
