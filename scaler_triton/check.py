@@ -47,14 +47,14 @@ class Ours:
         "policies", "reader", "rows", "scale_copy", "sharded", "steps",
     )  # fmt: skip
 
-    def __init__(self, sharded: bool, counters: Sequence[int] | None = None) -> None:
+    def __init__(self, sharded: bool) -> None:
         self.sharded = self.allow_fp16 = sharded
         self.guard: Guard | None = None  # None: gradients are scaled
         self.by_norm = False  # whether a guard looks for spikes: every check then gives a norm
         self.headroom: HeadroomRule | None = None  # None: torch's rule
         self.reader = Reader()
         self.limits: Limits = NO_LIMITS
-        self.counters = Counters(counters)
+        self.counters = Counters()
         self.lagging = LaggingCounters()
         self.steps = Steps(self.counters, usual_backend())
         self.scale_copy: HostCopy | None = None  # for `metrics`

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scaler_triton.check import check, fail, is_replaced, ranks_of, step_failed
 from scaler_triton.dispatch import choose_for_scale, is_captured, kernels, stacklevel
-from scaler_triton.flag import Flag, any_flag, as_flag
+from scaler_triton.flag import any_flag
 from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     scale: Any = scaler._get_scale_async()
     exposed = scaler._ours.steps.exposed and not step.fresh
     flag, flags = step.own_flag(exposed), step["found_inf_per_device"]
-    found_inf = any_flag(flags.values(), scale.device) if flag is None else flag.found_inf
-    if flag is not None and exposed:
-        found_inf = as_flag(found_inf, flag.device)  # other code may have summed it over ranks
+    # Other code may have summed it over ranks.
+    found_inf = any_flag(flags.values(), scale.device) if flag is None or exposed else flag.found_inf
     inner = step.owner()
     if isinstance(inner, torch.optim.SGD) and _skip_would_corrupt(inner) and found_inf.item():
         remove_scale(optimizer, inner)
@@ -65,7 +64,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
         if divides or (step.captured and is_captured(scale)):
             step_failed(scaler, step, agreed=True)
         raise
-    step.stepped([*flags.values()] if flag is None else flag)
+    step.stepped(found_inf if flag is None else flag)
     return result
 
 
@@ -98,8 +97,8 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
         step.asks = False
         if not step["found_inf_per_device"]:  # nothing was checked: an earlier flag still counts
             step["found_inf_per_device"] = before
-    flag: Flag | None = step.own_flag(exposed=True)
-    step.stepped([*step["found_inf_per_device"].values()] if flag is None else flag)
+    found_inf = any_flag(step["found_inf_per_device"].values(), scaler._scale.device)
+    step.stepped(step.own_flag(exposed=True) or found_inf)
     return result
 
 

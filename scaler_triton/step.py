@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton.flag import Flag, Flags, any_flag, as_flag
+from scaler_triton.flag import Flag, Flags, as_flag
 from scaler_triton.plan import GradPlan
 from scaler_triton.report import Marks
 
@@ -87,8 +87,8 @@ class OptimizerStep(dict[str, Any]):
         self.window: Window | None = None  # the last norms, of a guard that looks for spikes
         self.earlier: list[Flag | None] = []  # those of earlier checks in this step, which callers may still read
         self.kept: Flags = {}  # what a CARRIED step is going to use
-        # What `was_skipped` returns after the last step, or the flags to read it from; None: not stepped.
-        self.outcome: bool | Flag | list[Tensor] | None = None
+        # What `was_skipped` returns after the last step, or the flag to read it from; None: not stepped.
+        self.outcome: bool | Flag | Tensor | None = None
         self.reader: int | None = None  # handle of the stream on which a fused step reads its flag
         self.function: Any = None  # a fused optimizer's `step`
         self.takes_scaler = False  # whether that takes the scaler as an argument, as older ones do
@@ -149,8 +149,11 @@ class OptimizerStep(dict[str, Any]):
         elif self.phase is READY:
             self.phase = CHECKED
 
-    def resume(self) -> None:
-        """Continue a CARRIED step: its gradients are divided, and its flags were kept."""
+    def resume(self, captured: bool) -> None:
+        """Continue a CARRIED step, or start it over if only one of its check and this call is captured in a graph."""
+        if captured != self.captured:
+            self.reset()
+            return
         for device, flag in self[_FLAGS].items():  # a caller has checked them since
             kept = self.kept.get(device)
             self.kept[device] = flag if kept is None else torch.maximum(kept, as_flag(flag, device))
@@ -173,7 +176,7 @@ class OptimizerStep(dict[str, Any]):
         ones = {each: torch.ones((), dtype=torch.float32, device=each) for each in dict.fromkeys(devices or [home])}
         self[_FLAGS] = ones
 
-    def stepped(self, outcome: bool | Flag | list[Tensor]) -> None:
+    def stepped(self, outcome: bool | Flag | Tensor) -> None:
         """Leave `step`."""
         self.phase = STEPPED
         self["stage"] = self.stage = STEPPED_STAGE
@@ -330,11 +333,7 @@ class Steps(dict[Any, Any]):
         """Return whether the last step was skipped, or a copy of its flag on the device; None if unknown."""
         step = self.last(optimizer)
         outcome = None if step is None else step.outcome
-        if isinstance(outcome, Flag):
-            return outcome.last_found_inf().clone()
-        if isinstance(outcome, list):
-            return any_flag(outcome, outcome[0].device) if outcome else False
-        return outcome
+        return outcome.last_found_inf().clone() if isinstance(outcome, Flag) else outcome
 
     def _find_or_make(self, optimizer: Any) -> OptimizerStep:
         """Do what `open` does for an optimizer that is new, or whose step other code has moved, replaced or written."""

@@ -120,8 +120,8 @@ class Counters(HostOrDevice):
 
     dtype = torch.int64
 
-    def __init__(self, values: Sequence[int] | None = None) -> None:
-        super().__init__(no_counters() if values is None else values)
+    def __init__(self) -> None:
+        super().__init__(no_counters())
         self._known = list(self.values)
         self._copy: HostCopy | None = None
 
