@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from scaler_triton.check import check, fail, is_replaced, ranks_of, step_failed
+from scaler_triton.check import check, is_replaced, ranks_of, step_failed
 from scaler_triton.dispatch import choose_for_scale, is_captured, kernels, stacklevel
 from scaler_triton.flag import any_flag
 from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep
@@ -69,7 +69,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
 
 
 def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Step an older optimizer, which gets the scaler itself and asks it for the flag."""
+    """Step an older optimizer, which gets the scaler itself and asks it for the flag of the check made here."""
     warnings.warn(
         "GradScaler is going to stop passing itself as a keyword argument to the passed "
         "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
@@ -77,26 +77,15 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
         FutureWarning,
         stacklevel=stacklevel(),
     )
-    divides, before = step.phase is not UNSCALED, step["found_inf_per_device"]
-    if divides:
-        step["found_inf_per_device"] = {}  # so that the optimizer's request leads to another check
-    step.asks = divides
+    if step.phase is not UNSCALED and hasattr(optimizer, "param_groups"):  # older containers lack them
+        check(scaler, step, optimizer, divide=scaler._ours.guard is not None, by_step=True)
+    divides = step.phase is not UNSCALED
     try:
         result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
-        # If it did not ask, perhaps for lack of gradients, other ranks may still wait in the reduction.
-        is_known = step["found_inf_per_device"] or not hasattr(optimizer, "param_groups")  # older containers lack them
-        if not is_known and ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is not None:
-            scaler._check_inf_per_device(optimizer)
-    except BaseException as error:
-        if divides and step["found_inf_per_device"]:
-            step_failed(scaler, step, agreed=True)  # the other ranks would not join a second check's reduction
-        elif divides:
-            fail(scaler, step, optimizer, error)
+    except BaseException:
+        if divides and step["found_inf_per_device"]:  # it may have divided some of the gradients
+            step_failed(scaler, step, agreed=True)
         raise
-    finally:
-        step.asks = False
-        if not step["found_inf_per_device"]:  # nothing was checked: an earlier flag still counts
-            step["found_inf_per_device"] = before
     found_inf = any_flag(step["found_inf_per_device"].values(), scaler._scale.device)
     step.stepped(step.own_flag(exposed=True) or found_inf)
     return result
@@ -105,12 +94,13 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
 def may_check(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
     """Return whether gradients may be checked.
 
-    A second check is not allowed if other ranks would have to join it, nor after a step, a failure or a joint clip.
+    A second check is not allowed if other ranks would have to join it, in `step` once it has checked, nor after a
+    step, a failure or a joint clip.
     """
     if not step["found_inf_per_device"]:
         return True
     known = step.phase is UNSCALED and (step.flag is None or step.flag.shared)
-    if step.phase in (STEPPED, FAILED) or step.asks or known:
+    if step.phase in (STEPPED, FAILED) or step.fresh or known:
         return False
     return ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is None
 

@@ -72,7 +72,7 @@ class OptimizerStep(dict[str, Any]):
     """
 
     __slots__ = (
-        "asks", "began", "captured", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome",
+        "began", "captured", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome",
         "owner", "phase", "plan", "reader", "stage", "takes_scaler", "window",
     )  # fmt: skip
 
@@ -96,7 +96,6 @@ class OptimizerStep(dict[str, Any]):
         self.captured = False  # whether the check was recorded into a graph
         self.began = False  # whether `step` was entered and has not returned
         self.clipped = False  # whether the gradients were clipped since the last update
-        self.asks = False  # whether the optimizer's own `step` is running and has to ask the scaler for the flag
 
     def __reduce__(self) -> Any:
         return dict, ({"stage": self["stage"], _FLAGS: dict(self[_FLAGS])},)  # a copy is a plain state of torch's

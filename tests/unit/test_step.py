@@ -58,7 +58,7 @@ plain optimizer.step fails      | UNSCALED!  | UNSCALED!  | UNSCALED!  | UNSCALE
 plain optimizer.step stopped    | UNSCALED!  | UNSCALED!  | UNSCALED!  | UNSCALED!    | SKIPPED | twice
 fused optimizer.step fails      | FAILED! 8  | FAILED! 8  | UNSCALED!  | UNSCALED!    | SKIPPED | twice
 fused optimizer.step stopped    | FAILED! 8  | FAILED! 8  | UNSCALED!  | UNSCALED!    | SKIPPED | twice
-older step fails at once        | READY!     | CHECKED!   | UNSCALED!  | UNSCALED!    | SKIPPED | twice
+older step fails at once        | FAILED! 8  | FAILED! 8  | UNSCALED!  | UNSCALED!    | SKIPPED | twice
 older step fails having asked   | FAILED!    | FAILED!    | UNSCALED!  | UNSCALED!    | SKIPPED | twice
 scale after a failed step       | READY 2    | READY 2    | READY 2    | READY 2      | SKIPPED | twice
 fused scale after a failed step | READY      | READY      | READY 2    | READY 2      | SKIPPED | twice

@@ -166,7 +166,9 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        headroom.on(scale.device)[abi.CAP] = after.reshape(())\n", ""),
     ],
     "scaler_triton/fused.py": [
-        ("divide=scaler._ours.guard is not None, by_step=True", "divide=True, by_step=True", "unit/step"),
+        ("            check(scaler, step, optimizer, divide=scaler._ours.guard is not None,",
+         "            check(scaler, step, optimizer, divide=True,", "unit/step"),
+        ("in (STEPPED, FAILED) or step.fresh or known", "in (STEPPED, FAILED) or known", "ranks/failures"),
         ("divides = step.phase is not UNSCALED  # by its own kernels", "divides = True"),
         ("factor = None if not divides else", "factor = None if divides else"),
         ("if isinstance(inner, torch.optim.SGD) and _skip_would_corrupt(inner) and found_inf.item():", "if False:"),
