@@ -86,9 +86,7 @@ def check(scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bo
     """Check an optimizer's gradients, divide them by the scale if asked to, and agree with the other ranks.
 
     A guard's are never divided, as its scale is 1; one that looks for spikes judges their norm, from the same pass.
-
-    Args:
-        by_step: whether `scaler.step` calls, and uses the flag at once.
+    With `by_step` the call comes from `scaler.step`, which uses the flag at once.
     """
     ours, scale = scaler._ours, scaler._scale
     step.outcome = None
@@ -148,10 +146,7 @@ class Part:
 
 
 def measure(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None) -> Tensor:
-    """Check the gradients of optimizers, and return this rank's totals of their norm, each shard counted once.
-
-    Returns: fp64 [TOTALS], on the scale's device, to be summed over `ranks`.
-    """
+    """Check optimizers' gradients; return this rank's totals of their norm, on the scale's device."""
     scale = scaler._scale
     every = [total for part in parts for total in _measure_one(scaler, part)]
     if not every:
@@ -333,9 +328,6 @@ def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report
     """Begin the next step where a guard's caller has left out the update since the last one.
 
     It is counted on all ranks, also on those where that step raised: their counters stay equal.
-
-    Args:
-        by_check: see `OptimizerStep.is_over`.
     """
     over = [step for step in steps if step.is_over(by_check=by_check)]
     try:

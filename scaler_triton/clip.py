@@ -176,7 +176,9 @@ def _clip_by_passes(
 ) -> tuple[Tensor, bool]:
     """Unscale the optimizers one by one, then clip the chosen gradients by one norm; return as `_clip_at_once` does."""
     with _failure_joins(scaler, parts, ranks, request):
-        _unscale_each(scaler, parts, ranks)
+        for part in parts:
+            if part.step.phase in (READY, CHECKED, CARRIED):
+                scaler.unscale_(part.optimizer)
         flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), scaler._scale.device)
         parameters = _all_parameters([part.optimizer for part in parts])
         grads, counts = _local_gradients(parameters, chain(*(part.replicas for part in parts)), request.chosen)
@@ -194,37 +196,19 @@ def _clip_unscaled(
 ) -> tuple[Tensor, bool]:
     """Clip as torch does, for a disabled scaler; if it is sharded, or ranks hold shards, over all ranks."""
     group = scaler.process_group
-    together = (scaler._ours.sharded or group is not None) and several_ranks()
     on_fsdp1 = gradients.has_fsdp1(parameters)
+    together = (scaler._ours.sharded or group is not None or on_fsdp1) and several_ranks()
     # torch's norm is right only if this rank holds whole gradients.
-    whole = not several_ranks() if on_fsdp1 else all(each is None for each in map(gradients.dtensor_spec, parameters))
-    if not together and whole:
+    if not together and (on_fsdp1 or all(each is None for each in map(gradients.dtensor_spec, parameters))):
         clipped = [p for p in parameters if request.chosen is None or id(p) in request.chosen]
         options = request.max_norm, request.norm_type, request.error_if_nonfinite
         return torch.nn.utils.clip_grad_norm_(clipped, *options), False
-    by_group = together or group is not None or on_fsdp1
-    ranks = group_ranks(parameters, group) if by_group else mesh_ranks(parameters)
+    ranks = group_ranks(parameters, group) if together or group is not None else mesh_ranks(parameters)
     grads, counts = _local_gradients(parameters, replicas_of(parameters, ranks, model), request.chosen)
     home = parameters[0].device if len(parameters) else torch.device("cpu")
     flag = torch.zeros((), dtype=torch.float32, device=home)
     norm, _ = _norm_of_terms(_terms_of_norm(grads, counts, request.norm_type, flag), request.norm_type, ranks)
     return norm, _multiply_(grads, norm, flag, request)
-
-
-def _unscale_each(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None) -> None:
-    """Unscale what is still scaled; raise the first error only after the last part, as each of them has a reduction."""
-    errors: list[Exception] = []
-    for part in parts:
-        if part.step.phase in (READY, CHECKED, CARRIED):
-            try:
-                scaler.unscale_(part.optimizer)
-            except Exception as error:
-                if ranks is None:
-                    raise
-                errors.append(error)
-    if errors:
-        del errors[1:]
-        raise errors.pop()  # a reference from this frame would be a cycle that keeps gradients alive
 
 
 def _take_flag(step: OptimizerStep, shared: Tensor, exposed: bool) -> None:

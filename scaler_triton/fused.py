@@ -124,12 +124,8 @@ def _step_with_scale(
     """Call `optimizer.step(*args, **kwargs)` with `grad_scale` and `found_inf` set on both optimizers.
 
     A `grad_scale` that the user has set is multiplied in and removed after the step; it is restored if the step raised.
-
-    Args:
-        inner: the optimizer in a wrapper, else `optimizer` itself: either may read the attributes.
-        scale: None if the gradients are unscaled already.
-        on_host: pass copies on the CPU, after a wait, to an optimizer with parameters there: torch's fused ones copy
-            both to each device without waiting, and their CPU kernels would read before the copy has arrived.
+    An optimizer with parameters on the CPU gets copies there, after a wait (`on_host`): torch's fused ones copy both to
+    each device without waiting, and their CPU kernels would read before the copy has arrived.
     """
     own = getattr(optimizer, "grad_scale", None)
     product = own if scale is None else scale if own is None else scale * own

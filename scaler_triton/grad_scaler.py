@@ -505,7 +505,8 @@ class GradScaler(torch.amp.GradScaler):
         """Return torch's five fields; `{}` on a disabled scaler.
 
         If any of `min_scale`, `max_scale`, `hysteresis` and `max_consecutive_skips` is not its default, they and the
-        counters are under one more key, `scaler_triton`, which torch's class ignores.
+        counters are under one more key, `scaler_triton`, which torch's class ignores. There a `StepGuard` always has
+        them, and its norms, for which it waits for the device.
         """
         if not self._enabled:
             return {}
@@ -513,6 +514,8 @@ class GradScaler(torch.amp.GradScaler):
         ours = self._ours
         if ours.limits != NO_LIMITS or ours.headroom is not None:
             state[KEY] = policy.to_checkpoint(ours.limits, ours.counters.read())
+        if ours.guard is not None:
+            state[KEY][WINDOWS] = ours.guard.numbers(ours.steps.all())[-1]
         if ours.headroom is not None:
             exponents, cap = ours.headroom.remembered()
             state[KEY][HEADROOM] = {"exponents": exponents, "cap": cap}

@@ -120,11 +120,8 @@ class OptimizerStep(dict[str, Any]):
     def is_over(self, *, by_check: bool) -> bool:
         """Return whether a call on a guard begins the next step, though `update` has been left out.
 
-        A call of `step` ends a step even if it raised, and so does a check that failed. The ranks that were only told
-        of a failure may have returned, so those that raised must go on, too.
-
-        Args:
-            by_check: whether the call is one of `unscale_` or a clip, not of `step`, which skips after a failed check.
+        A call of `step` ends a step even if it raised, and so does a check that failed, unless `step` comes next, which
+        skips then. The ranks that were only told of a failure may have returned: those that raised must go on, too.
         """
         if self.phase is FAILED:
             return by_check or self.began

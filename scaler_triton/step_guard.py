@@ -113,19 +113,6 @@ class StepGuard(GradScaler):
             raise TypeError(f"a StepGuard has no limit but max_consecutive_skips, got {', '.join(changes)}")
         super().set_limits(**changes)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's five fields, counters, `max_consecutive_skips` and the norms; `{}` on a disabled guard.
-
-        All but the five are under the key `scaler_triton`, which torch's class ignores. It waits for the device.
-        """
-        state = super().state_dict()
-        if state:
-            ours = self._ours
-            assert ours.guard is not None
-            _, _, norms = ours.guard.numbers(ours.steps.all())
-            state[KEY][WINDOWS] = norms
-        return state
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class, or of any scaler's, returned; the scale stays 1.
 
