@@ -28,7 +28,7 @@ from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.ranks import Membership, Ranks
 from scaler_triton.spikes import Guard
-from scaler_triton.step import OptimizerStep, Steps, parameters_of
+from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import inverse
 from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, Home, LaggingCounters, SkipStreakError
 
@@ -41,11 +41,6 @@ Report = Callable[[Exception], None]  # joins the reductions in which the other 
 
 class Ours:
     """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
-
-    __slots__ = (
-        "allow_fp16", "by_norm", "counters", "guard", "headroom", "home", "lagging", "limits", "membership",
-        "policies", "reader", "rows", "scale_copy", "sharded", "steps",
-    )  # fmt: skip
 
     def __init__(self, sharded: bool) -> None:
         self.sharded = self.allow_fp16 = sharded
@@ -327,9 +322,12 @@ def require_scale(scaler: GradScaler, name: str, optimizers: Sequence[Any], repo
 def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report, *, by_check: bool) -> None:
     """Begin the next step where a guard's caller has left out the update since the last one.
 
-    It is counted on all ranks, also on those where that step raised: their counters stay equal.
+    A call of `step` ends a step even if it raised, and so does a check that failed; but if `step` comes next, not a
+    check, it skips then. The ranks that were only told of a failure may have returned, so those that raised must go on,
+    too, and count the step: their counters stay equal.
     """
-    over = [step for step in steps if step.is_over(by_check=by_check)]
+    ended = (STEPPED, FAILED) if by_check else (STEPPED,)
+    over = [step for step in steps if step.phase in ended or (step.began and step.phase in (UNSCALED, FAILED))]
     try:
         if any(step["found_inf_per_device"] for step in over):
             guard.update()

@@ -117,16 +117,6 @@ class OptimizerStep(dict[str, Any]):
             raise RuntimeError("step() has already been called since the last update().")
         self.began, self.fresh = True, False
 
-    def is_over(self, *, by_check: bool) -> bool:
-        """Return whether a call on a guard begins the next step, though `update` has been left out.
-
-        A call of `step` ends a step even if it raised, and so does a check that failed, unless `step` comes next, which
-        skips then. The ranks that were only told of a failure may have returned: those that raised must go on, too.
-        """
-        if self.phase is FAILED:
-            return by_check or self.began
-        return self.phase is STEPPED or (self.phase is UNSCALED and self.began)
-
     def checked(self, flag: Flag, flags: Flags, *, divided: bool, by_step: bool = False) -> None:
         """Store the flag that the ranks agreed on after a check, which `divided` or only read; `by_step`: in `step`."""
         if flag is not self.flag:
