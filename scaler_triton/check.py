@@ -144,11 +144,10 @@ def measure(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None) -> T
     """Check optimizers' gradients; return this rank's totals of their norm, on the scale's device."""
     scale = scaler._scale
     every = [total for part in parts for total in _measure_one(scaler, part)]
-    if not every:
-        totals = torch.zeros(TOTALS, dtype=torch.float64, device=scale.device)
-    else:
-        totals = every[0] if len(every) == 1 else torch.stack(every).sum(0)
-    if ranks is not None and len(every) != 1:  # a single batch's totals hold the scale
+    if len(every) == 1:
+        return every[0]  # they hold the scale
+    totals = torch.stack(every).sum(0) if every else torch.zeros(TOTALS, dtype=torch.float64, device=scale.device)
+    if ranks is not None:
         write_scales(totals[SCALES:], scale)
     return totals
 
@@ -215,11 +214,12 @@ def _weights(batch: Batch, replicas: Sequence[int]) -> list[float] | None:
     return layout.weights[1]
 
 
-def ranks_of(scaler: GradScaler, plan: GradPlan) -> Ranks | None:
-    """Return the ranks that must agree on an optimizer's flag, cached in its plan; None: only this one."""
-    ours, key = scaler._ours, (scaler.process_group, ranks.default_group())
+def ranks_of(scaler: GradScaler, plan: GradPlan, *joint: GradPlan) -> Ranks | None:
+    """Return the ranks that must agree on one optimizer, or on several together; the first one's plan keeps them."""
+    ours, key = scaler._ours, (scaler.process_group, ranks.default_group(), *map(weakref.ref, joint))
     if plan.ranks is None or plan.ranks[0] != key:
-        plan.ranks = key, ours.membership.find(plan.parameters, scaler.process_group)
+        held = [parameter for each in (plan, *joint) for parameter in each.parameters]
+        plan.ranks = key, ours.membership.find(held, scaler.process_group)
         others = [step.plan.ranks for step in ours.steps.all() if step.plan is not None and step.plan.ranks is not None]
         ours.membership.warn_if_apart(plan.ranks[1], [theirs for their_key, theirs in others if their_key == key])
     return plan.ranks[1]

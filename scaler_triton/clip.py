@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,8 +41,7 @@ from scaler_triton.check import (
 from scaler_triton.dispatch import stacklevel
 from scaler_triton.flag import any_flag, failed_sums, fp32_on
 from scaler_triton.kernels.abi import OVERFLOWS
-from scaler_triton.plan import GradPlan
-from scaler_triton.ranks import Ranks, default_group, group_ranks, mesh_ranks, replicas_of, several_ranks
+from scaler_triton.ranks import Ranks, group_ranks, mesh_ranks, replicas_of, several_ranks
 from scaler_triton.step import CARRIED, CHECKED, READY, OptimizerStep, parameters_of, unwrap
 
 if TYPE_CHECKING:
@@ -108,13 +107,7 @@ def _open(
     scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None
 ) -> tuple[list[Part], Ranks | None]:
     """Return the steps to be clipped, and the ranks that share their norm; an error is reported to these."""
-
-    def report(_: Exception) -> None:
-        with suppress(Exception):  # the first error matters more
-            ranks = ranks_that_wait(scaler, optimizers)
-            if ranks is not None:
-                _fail_together(scaler, optimizers, ranks, request)
-
+    report = partial(_fail_together, scaler, optimizers, request)
     if scaler._scale is None or scaler._growth_tracker is None:
         require_scale(scaler, "clip_grad_norm_", optimizers, report)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
@@ -126,7 +119,7 @@ def _open(
         for step in steps[:1] if request.at_once else steps:
             open_window(scaler, step)
         plans = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, optimizers, strict=True)]
-        ranks = _joint_ranks(scaler, plans)
+        ranks = ranks_of(scaler, *plans)
         replicas = [replicas_in(plan, ranks, model) for plan in plans]
     except ValueError:  # a wrong argument raises on all ranks
         raise
@@ -139,7 +132,7 @@ def _open(
 def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request) -> tuple[Tensor, bool]:
     """Clip by the 2-norm of the checking pass; return it, and whether it must raise, so that nothing was clipped."""
     scale = scaler._scale
-    with _failure_joins(scaler, parts, ranks, request):
+    with _failure_joins(scaler, parts, request):
         for part in parts:
             part.step.outcome, part.step.fresh, part.step.began = None, False, False
         totals = measure(scaler, parts, ranks)
@@ -175,7 +168,7 @@ def _clip_by_passes(
     scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request
 ) -> tuple[Tensor, bool]:
     """Unscale the optimizers one by one, then clip the chosen gradients by one norm; return as `_clip_at_once` does."""
-    with _failure_joins(scaler, parts, ranks, request):
+    with _failure_joins(scaler, parts, request):
         for part in parts:
             if part.step.phase in (READY, CHECKED, CARRIED):
                 scaler.unscale_(part.optimizer)
@@ -223,13 +216,12 @@ def _take_flag(step: OptimizerStep, shared: Tensor, exposed: bool) -> None:
 
 
 @contextmanager
-def _failure_joins(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request) -> Iterator[None]:
+def _failure_joins(scaler: GradScaler, parts: list[Part], request: Request) -> Iterator[None]:
     """After an error before the norm's reduction, join that reduction, as the other ranks wait there."""
     try:
         yield
-    except Exception:
-        if ranks is not None:
-            _fail_together(scaler, [part.optimizer for part in parts], ranks, request)
+    except Exception as error:
+        _fail_together(scaler, [part.optimizer for part in parts], request, error)
         raise
 
 
@@ -244,19 +236,23 @@ def _failure_skips(scaler: GradScaler, parts: Sequence[Part]) -> Iterator[None]:
         raise
 
 
-def _fail_together(scaler: GradScaler, optimizers: list[Any], ranks: Ranks, request: Request) -> None:
-    """Skip the steps, and join as failed the reductions in which the other ranks wait: of the norm, and of checks."""
-    for optimizer in [] if request.at_once else optimizers:
-        step = scaler._ours.steps.open(optimizer)
-        if step.phase in (READY, CHECKED, CARRIED):
-            fail(scaler, step, optimizer, RuntimeError())
-    try:
-        with suppress(Exception):  # the caller is raising already
-            parameters = _all_parameters(optimizers)
-            _local_gradients(parameters, [1] * len(parameters), request.chosen)  # reduces Partial ones
-        for optimizer in optimizers:
-            step_failed(scaler, scaler._ours.steps.open(optimizer))
-    finally:  # even if that fails
+def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request, _: Exception) -> None:
+    """After an error skip the steps, and join the reductions of checks and norm in which the other ranks wait."""
+    ranks = ranks_that_wait(scaler, optimizers)
+    if ranks is None:
+        return
+    steps = [scaler._ours.steps.open(each) for each in optimizers]
+    with suppress(Exception):  # here and below: the caller is raising already, and the others wait
+        for step, optimizer in zip(steps, optimizers, strict=True):
+            if not request.at_once and step.phase in (READY, CHECKED, CARRIED):
+                fail(scaler, step, optimizer, RuntimeError())
+    with suppress(Exception):
+        parameters = _all_parameters(optimizers)
+        _local_gradients(parameters, [1] * len(parameters), request.chosen)  # reduces Partial ones
+    with suppress(Exception):
+        for step in steps:
+            step_failed(scaler, step)
+    with suppress(Exception):
         takes_maximum = request.norm_type == math.inf
         numbers = failed_sums(scaler._ours.steps.measures) if request.at_once else [math.nan, 1.0]
         numbers = [0.0, 1.0, 1.0] if takes_maximum else numbers
@@ -324,19 +320,6 @@ def _multiply_(grads: Sequence[Tensor], norm: Tensor, flag: Tensor, request: Req
 def _all_parameters(optimizers: Sequence[Any]) -> list[Tensor]:
     """Return the parameters of all optimizers, in order; a shared one comes twice."""
     return [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-
-
-def _joint_ranks(scaler: GradScaler, plans: Sequence[GradPlan]) -> Ranks | None:
-    """Return the ranks that must agree on optimizers which share one reduction; the first one's plan keeps them."""
-    first = plans[0]
-    if len(plans) == 1:
-        needed = first.is_distributed or scaler._ours.sharded or scaler.process_group is not None
-        return ranks_of(scaler, first) if needed else None
-    key = (scaler.process_group, default_group(), *map(weakref.ref, plans))
-    if first.joint_ranks is None or first.joint_ranks[0] != key:
-        parameters = [parameter for plan in plans for parameter in plan.parameters]
-        first.joint_ranks = key, scaler._ours.membership.find(parameters, scaler.process_group)
-    return first.joint_ranks[1]
 
 
 def _checked_optimizers(optimizers: Any) -> list[Any]:
