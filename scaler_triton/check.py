@@ -3,7 +3,7 @@
     batches = plan.collect()                  every gradient is validated before the first is written
     passes.check(batches)                     flag = any gradient is NaN or Inf; perhaps g *= 1 / scale
     flag.agree(ranks)                         one reduction, where other ranks must agree
-    step.checked()                            READY becomes CHECKED, or UNSCALED if it divided
+    step.checked()                            keeps the flag; UNSCALED if it divided
 
 Only here does a rank report its failure to the others: it joins the reduction with the flag set, then raises. The
 others skip the step, and raise when they read the flag.

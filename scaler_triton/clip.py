@@ -42,7 +42,7 @@ from scaler_triton.dispatch import stacklevel
 from scaler_triton.flag import any_flag, failed_sums, fp32_on
 from scaler_triton.kernels.abi import OVERFLOWS
 from scaler_triton.ranks import Ranks, group_ranks, mesh_ranks, replicas_of, several_ranks
-from scaler_triton.step import CARRIED, CHECKED, READY, OptimizerStep, parameters_of, unwrap
+from scaler_triton.step import CARRIED, READY, OptimizerStep, parameters_of, unwrap
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -170,7 +170,7 @@ def _clip_by_passes(
     """Unscale the optimizers one by one, then clip the chosen gradients by one norm; return as `_clip_at_once` does."""
     with _failure_joins(scaler, parts, request):
         for part in parts:
-            if part.step.phase in (READY, CHECKED, CARRIED):
+            if part.step.phase in (READY, CARRIED):
                 scaler.unscale_(part.optimizer)
         flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), scaler._scale.device)
         parameters = _all_parameters([part.optimizer for part in parts])
@@ -244,7 +244,7 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request, 
     steps = [scaler._ours.steps.open(each) for each in optimizers]
     with suppress(Exception):  # here and below: the caller is raising already, and the others wait
         for step, optimizer in zip(steps, optimizers, strict=True):
-            if not request.at_once and step.phase in (READY, CHECKED, CARRIED):
+            if not request.at_once and step.phase in (READY, CARRIED):
                 fail(scaler, step, optimizer, RuntimeError())
     with suppress(Exception):
         parameters = _all_parameters(optimizers)

@@ -31,8 +31,7 @@ _FLAGS = "found_inf_per_device"
 class Phase(Enum):
     """What is known of an optimizer's gradients."""
 
-    READY = "gradients are scaled and have not been checked"
-    CHECKED = "ranks agreed on the flag; gradients are still scaled"
+    READY = "gradients are scaled; if there is a flag, ranks agreed on it"
     UNSCALED = "ranks agreed on the flag; gradients are divided, perhaps clipped"
     CARRIED = "gradients were divided before the last update, but not stepped; ends when the next loss is scaled"
     FAILED = "an error left gradients half written: this step will be skipped"
@@ -40,11 +39,11 @@ class Phase(Enum):
 
 
 # Looking up an enum's member takes 50 ns, a global 4.
-READY, CHECKED, UNSCALED, CARRIED, FAILED, STEPPED = Phase
+READY, UNSCALED, CARRIED, FAILED, STEPPED = Phase
 READY_STAGE, UNSCALED_STAGE, STEPPED_STAGE = OptState
 _PHASES = {READY_STAGE: READY, UNSCALED_STAGE: UNSCALED, STEPPED_STAGE: STEPPED}
 _STAGES = {phase: stage for stage, phase in _PHASES.items()}
-_STAGES |= {CHECKED: READY_STAGE, CARRIED: READY_STAGE, FAILED: UNSCALED_STAGE}
+_STAGES |= {CARRIED: READY_STAGE, FAILED: UNSCALED_STAGE}
 
 
 def _nobody() -> None:
@@ -57,7 +56,6 @@ class OptimizerStep(dict[str, Any]):
     | phase    | unscale_, clip | step                 | scale | update  | error in a check | in optimizer.step |
     |----------|----------------|----------------------|-------|---------|------------------|-------------------|
     | READY    | UNSCALED       | checks, STEPPED      |       | READY   | READY (1)        | UNSCALED (2)      |
-    | CHECKED  | UNSCALED       | checks, STEPPED      |       | READY   | CHECKED (1)      | UNSCALED (2)      |
     | UNSCALED | raises (3)     | by its flag, STEPPED | (4)   | CARRIED |                  | UNSCALED          |
     | CARRIED  | UNSCALED       | by its flag, STEPPED | READY | CARRIED | CARRIED (1)      | UNSCALED          |
     | FAILED   | raises (3)     | skips, STEPPED       | (4)   | CARRIED |                  |                   |
@@ -132,8 +130,6 @@ class OptimizerStep(dict[str, Any]):
         elif self.phase is CARRIED:  # an overflow that was found before the division still counts
             for device, found in flags.items():
                 self.kept[device] = torch.maximum(found, self.kept.get(device, found))
-        elif self.phase is READY:
-            self.phase = CHECKED
 
     def resume(self, captured: bool) -> None:
         """Continue a CARRIED step, or start it over if only one of its check and this call is captured in a graph."""
@@ -245,8 +241,7 @@ class Steps(dict[Any, Any]):
             if step.phase is CARRIED:
                 flags = step[_FLAGS]  # a caller has checked the gradients since the update
                 step.reset()
-                if flags:
-                    step[_FLAGS], step.phase = flags, CHECKED
+                step[_FLAGS] = flags
             elif step.began and step.phase in (UNSCALED, FAILED):
                 step.reset()
         self.unfinished = 0
@@ -267,7 +262,7 @@ class Steps(dict[Any, Any]):
                 del self[key]  # other code has put it here, or its optimizer is freed
                 continue
             phase, kept = step.phase, step.kept
-            if phase is READY and not step[_FLAGS]:  # others may have written that stage
+            if phase is READY and not step[_FLAGS]:
                 continue
             step.reset()
             # A replay may write new gradients without a call of `scale`.
