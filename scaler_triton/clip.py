@@ -253,11 +253,9 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request, 
         for step in steps:
             step_failed(scaler, step)
     with suppress(Exception):
-        takes_maximum = request.norm_type == math.inf
-        numbers = failed_sums(scaler._ours.steps.measures) if request.at_once else [math.nan, 1.0]
-        numbers = [0.0, 1.0, 1.0] if takes_maximum else numbers
+        numbers = failed_sums(scaler._ours.steps.measures) if request.at_once else [0.0, 1.0, 1.0]
         values = torch.tensor(numbers, dtype=torch.float64, device=scaler._scale.device)
-        (ranks.maximum_ if takes_maximum else ranks.sum_)(values)
+        (ranks.maximum_ if request.norm_type == math.inf else ranks.sum_)(values)
 
 
 def _local_gradients(
@@ -279,32 +277,30 @@ def _local_gradients(
 
 
 def _terms_of_norm(grads: Sequence[Tensor], counts: Sequence[int], order: float, flag: Tensor) -> Tensor:
-    """Return this rank's contribution to `_norm_of_terms`, fp64, [2] or [3], on the device of the flag (fp32, `()`)."""
+    """Return this rank's contribution to `_norm_of_terms`, fp64, [3], on the device of the flag (fp32, `()`)."""
     norms, weights = [torch.zeros((), dtype=torch.float64, device=flag.device)], [1.0]
     for grad, count in zip(grads, counts, strict=True):
         if grad.numel():
             norms.append(torch.linalg.vector_norm(grad, order, dtype=torch.float64).to(flag.device))
             weights.append(1.0 / count)
     if order == math.inf:
-        largest = torch.stack(norms).amax()
-        is_nan = largest.isnan()  # in a number of its own, as a MAX reduction may drop NaN
-        return torch.stack([torch.where(is_nan, 0.0, largest), is_nan.double(), flag.double()])
-    shares = torch._foreach_mul(torch._foreach_pow(norms, order), weights)
-    return torch.stack([torch.stack(shares).sum(), flag.double()])
+        term = torch.stack(norms).amax()
+    else:
+        term = torch.stack(torch._foreach_mul(torch._foreach_pow(norms, order), weights)).sum()
+    is_nan = term.isnan()  # in a number of its own, as a MAX reduction may drop NaN
+    return torch.stack([torch.where(is_nan, 0.0, term), is_nan.double(), flag.double()])
 
 
 def _norm_of_terms(terms: Tensor, order: float, ranks: Ranks | None) -> tuple[Tensor, Tensor]:
-    """Return the norm of all ranks' gradients, each shard counted once: one reduction, no host wait.
+    """Return the norm of all ranks' gradients, each shard counted once, and their flag, by one reduction and no wait.
 
-        (sum over ranks and shards of abs(g) ** order / replicas) ** (1 / order), for inf the largest abs(g)
-
-    Returns: the norm, and 1.0 if the flag of any rank is set, else 0.0; both fp32, `()`.
+    (sum over ranks and shards of abs(g) ** order / replicas) ** (1 / order), for inf the largest abs(g)
     """
     if ranks is not None:
         (ranks.maximum_ if order == math.inf else ranks.sum_)(terms)
-    if order == math.inf:
-        return torch.where(terms[1] != 0, math.nan, terms[0]).float(), (terms[2] != 0).float()
-    return (terms[0] ** (1.0 / order)).float(), (terms[1] != 0).float()
+    term, is_nan, flag = terms
+    norm = term if order == math.inf else term ** (1.0 / order)
+    return torch.where(is_nan != 0, math.nan, norm).float(), (flag != 0).float()
 
 
 def _multiply_(grads: Sequence[Tensor], norm: Tensor, flag: Tensor, request: Request) -> bool:

@@ -92,11 +92,7 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
 
 
 def may_check(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
-    """Return whether gradients may be checked.
-
-    A second check is not allowed if other ranks would have to join it, in `step` once it has checked, nor after a
-    step, a failure or a joint clip.
-    """
+    """Return whether gradients may be checked, as `_check_inf_per_device` has it; `step` itself checks once."""
     if not step["found_inf_per_device"]:
         return True
     known = step.phase is UNSCALED and (step.flag is None or step.flag.shared)
