@@ -649,8 +649,6 @@ class GradScaler(torch.amp.GradScaler):
                 ours.headroom = HeadroomRule(bits, window)
                 ours.headroom.restore(*remembered)
         plain = {name: value for name, value in state.items() if name not in (_COUNTED, "_per_optimizer_states")}
-        if counted is None:  # a scaler of torch's, pickled before `patch_torch` replaced its class
-            plain = {"process_group": None, **plain}
         vars(self).update(plain)
 
     def __copy__(self) -> Self:
