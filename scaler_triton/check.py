@@ -3,7 +3,7 @@
     batches = plan.collect()                  every gradient is validated before the first is written
     passes.check(batches)                     flag = any gradient is NaN or Inf; perhaps g *= 1 / scale
     flag.agree(numbers, ranks)                one reduction, where other ranks must agree
-    step.checked() or step.unscaled()
+    step.checked()                            keeps the flag; UNSCALED if it divided
 
 Only here does a rank report its failure to the others: it joins the reduction with the flag set, then raises. The
 others skip the step, and raise when they read the flag.
@@ -38,29 +38,27 @@ from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.ranks import Membership, Ranks
 from scaler_triton.spikes import Guard
-from scaler_triton.step import OptimizerStep, Steps, parameters_of
+from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import inverse
 from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, Home, LaggingCounters, SkipStreakError
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
 
+Report = Callable[[Exception], None]  # joins the reductions in which the other ranks wait, after an error
+
 
 class Ours:
     """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
 
-    __slots__ = (
-        "allow_fp16", "counters", "guard", "headroom", "home", "lagging", "limits", "membership",
-        "policies", "reader", "rows", "scale_copy", "sharded", "steps",
-    )  # fmt: skip
-
-    def __init__(self, sharded: bool, counters: Sequence[int] | None = None) -> None:
+    def __init__(self, sharded: bool) -> None:
         self.sharded = self.allow_fp16 = sharded
         self.guard: Guard | None = None  # None: gradients are scaled
+        self.by_norm = False  # whether a guard looks for spikes: every check then gives a norm
         self.headroom: HeadroomRule | None = None  # None: torch's rule
         self.reader = Reader()
         self.limits: Limits = NO_LIMITS
-        self.counters = Counters(counters)
+        self.counters = Counters()
         self.lagging = LaggingCounters()
         self.steps = Steps(self.counters, usual_backend())
         self.scale_copy = HostCopy()  # for `metrics`
@@ -72,6 +70,7 @@ class Ours:
     def become_guard(self, guard: Guard) -> None:
         """Make it that of a guard, whose ranks all agree if there are several, and whose gradients are not scaled."""
         self.guard, self.sharded, self.allow_fp16 = guard, True, True
+        self.by_norm = guard.sigma is not None
         self.membership = Membership(True, alone=True)
 
     def rows_on(self, device: torch.device) -> FlagRows:
@@ -87,29 +86,27 @@ class Ours:
         return self.policies[device]
 
 
-def check(
-    scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool = False, copy: bool = False
-) -> None:
+def check(scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool = False) -> None:
     """Check an optimizer's gradients, divide them by the scale if asked to, and agree with the other ranks.
 
-    A guard's are never divided, as its scale is 1.
-
-    Args:
-        by_step: whether `scaler.step` calls, and uses the flag at once.
-        copy: start a copy of the flag to the host, where a later `scaler.step` will read it.
+    A guard's are never divided, as its scale is 1; one that looks for spikes judges their norm, from the same pass.
+    With `by_step` the call comes from `scaler.step`, which uses the flag at once.
     """
     ours, scale = scaler._ours, scaler._scale
     step.outcome = None
-    if ours.guard is not None and ours.guard.sigma is not None:
-        _check_by_norm(scaler, step, optimizer, divide=divide, by_step=by_step, copy=copy)
-        return
     together: Ranks | None = None
     try:
+        if ours.by_norm:
+            open_window(scaler, step)
         plan = ours.steps.plan(step, optimizer)
         plan.written, plan.marks.resumed = False, {}
         if plan.is_distributed or ours.sharded or scaler.process_group is not None:
             together = ranks_of(scaler, plan)
-        if is_replaced(scaler, "_unscale_grads_"):  # it may check gradients that are not in the plan
+        if ours.by_norm:
+            part = Part(optimizer, step, plan, replicas_in(plan, together, None, guess=True))
+            totals = measure(scaler, [part], together)
+            flag, flags = part.flag, part.flags
+        elif is_replaced(scaler, "_unscale_grads_"):  # it may check gradients that are not in the plan
             flag, plan.written = new_flag(scaler, step), divide
             factor = inverse(scale) if divide else torch.ones_like(flag.found_inf)
             flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, ours.allow_fp16 or not divide)
@@ -120,53 +117,24 @@ def check(
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
             flag.add(flags.values())
-        if together is not None:
+        if together is not None and not ours.by_norm:
             numbers = flag.numbers(scale)
     except BaseException as error:
         fail(scaler, step, optimizer, error, together)
         raise
     try:
-        if together is not None:
+        if ours.by_norm:
+            agree_on_norm(scaler, [part], totals, together)
+        elif together is not None:
             flag.agree(numbers, together)
         if only_here and plan.devices == [flag.device]:
             agreed = flags
-        elif together is None and len(flags) == 1 and plan.devices == [*flags]:  # its flag is there already
-            agreed = {device: as_flag(found_inf, device) for device, found_inf in flags.items()}
+        elif together is None and len(flags) == 1 and plan.devices == [*flags] and not ours.by_norm:
+            agreed = {device: as_flag(found_inf, device) for device, found_inf in flags.items()}  # it is there already
         else:
             agreed = flags_on(scaler, flag, flags, plan, together)
-        if divide:
-            step.unscaled(flag, agreed, by_step=by_step)
-        else:
-            step.checked(flag, agreed, by_step=by_step)
-        if copy and not step.captured:
-            flag.start_copy()
+        step.checked(flag, agreed, divided=divide, by_step=by_step)
         plan.written = False
-    except BaseException:
-        step_failed(scaler, step)
-        raise
-
-
-def _check_by_norm(
-    scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool, copy: bool
-) -> None:
-    """Do the same for a guard that looks for spikes: the pass that checks gives the norm, which the guard judges."""
-    together: Ranks | None = None
-    try:
-        open_window(scaler, step)
-        plan = scaler._ours.steps.plan(step, optimizer)
-        plan.written = False
-        together = ranks_of(scaler, plan)
-        part = Part(optimizer, step, plan, replicas_in(plan, together, None, guess=True))
-        totals = measure(scaler, [part], together)
-    except BaseException as error:
-        fail(scaler, step, optimizer, error, together)
-        raise
-    try:
-        agree_on_norm(scaler, [part], totals, together)
-        agreed = flags_on(scaler, part.flag, part.flags, plan, together)
-        (step.unscaled if divide else step.checked)(part.flag, agreed, by_step=by_step)
-        if copy and not step.captured:
-            part.flag.start_copy()
     except BaseException:
         step_failed(scaler, step)
         raise
@@ -186,17 +154,13 @@ class Part:
 
 
 def measure(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None) -> Tensor:
-    """Check the gradients of optimizers, and return this rank's totals of their norm, each shard counted once.
-
-    Returns: fp64 [TOTALS], on the scale's device, to be summed over `ranks`.
-    """
+    """Check optimizers' gradients; return this rank's totals of their norm, on the scale's device."""
     scale = scaler._scale
     every = [total for part in parts for total in _measure_one(scaler, part)]
-    if not every:
-        totals = torch.zeros(TOTALS, dtype=torch.float64, device=scale.device)
-    else:
-        totals = every[0] if len(every) == 1 else torch.stack(every).sum(0)
-    if ranks is not None and len(every) != 1:  # a single batch's totals hold the scale
+    if len(every) == 1:
+        return every[0]  # they hold the scale
+    totals = torch.stack(every).sum(0) if every else torch.zeros(TOTALS, dtype=torch.float64, device=scale.device)
+    if ranks is not None:
         write_scales(totals[SCALES:], scale)
     return totals
 
@@ -231,9 +195,9 @@ def open_window(scaler: GradScaler, step: OptimizerStep) -> None:
 
     It comes before all that may fail on one rank alone: a checkpoint's windows belong to optimizers in this order.
     """
-    guard, device = scaler._ours.guard, scaler._scale.device
-    if guard is not None and guard.sigma is not None and (step.window is None or step.window.memory.device != device):
-        step.window = guard.window(device, scaler._ours.steps.requested)
+    ours, device = scaler._ours, scaler._scale.device
+    if ours.guard is not None and ours.by_norm and (step.window is None or step.window.memory.device != device):
+        step.window = ours.guard.window(device, ours.steps.requested)
 
 
 def replicas_in(plan: GradPlan, together: Ranks | None, model: nn.Module | None, *, guess: bool = False) -> list[int]:
@@ -263,11 +227,12 @@ def _weights(batch: Batch, replicas: Sequence[int]) -> list[float] | None:
     return layout.weights[1]
 
 
-def ranks_of(scaler: GradScaler, plan: GradPlan) -> Ranks | None:
-    """Return the ranks that must agree on an optimizer's flag, cached in its plan; None: only this one."""
-    ours, key = scaler._ours, (scaler.process_group, ranks.default_group())
+def ranks_of(scaler: GradScaler, plan: GradPlan, *joint: GradPlan) -> Ranks | None:
+    """Return the ranks that must agree on one optimizer, or on several together; the first one's plan keeps them."""
+    ours, key = scaler._ours, (scaler.process_group, ranks.default_group(), *map(weakref.ref, joint))
     if plan.ranks is None or plan.ranks[0] != key:
-        plan.ranks = key, ours.membership.find(plan.parameters, scaler.process_group)
+        held = [parameter for each in (plan, *joint) for parameter in each.parameters]
+        plan.ranks = key, ours.membership.find(held, scaler.process_group)
         others = [step.plan.ranks for step in ours.steps.all() if step.plan is not None and step.plan.ranks is not None]
         ours.membership.warn_if_apart(plan.ranks[1], [theirs for their_key, theirs in others if their_key == key])
     return plan.ranks[1]
@@ -292,8 +257,6 @@ def flags_on(scaler: GradScaler, flag: Flag, checked: Flags, plan: GradPlan, tog
     """Return the agreed flag on every device that needs it; none if there is none: step and update then raise."""
     if not has_flag(scaler, checked, together):
         return {}
-    if checked.keys() == {flag.device} == {*plan.devices}:
-        return {flag.device: flag.found_inf}
     return flag.on_devices((*checked, *plan.devices) or (flag.device,))
 
 
@@ -302,29 +265,48 @@ def has_flag(scaler: GradScaler, checked: Flags, together: Ranks | None) -> bool
     return bool(checked or together) or (scaler._ours.sharded and ranks.is_in_a_group(scaler.process_group))
 
 
-def fail(scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseException, together: Ranks | None) -> None:
-    """Report an error, unless it is an interrupt, to the other ranks, which wait in the reduction.
+def fail(
+    scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseException, together: Ranks | None = None
+) -> None:
+    """Report an error, unless it is an interrupt, to the other ranks, which wait in the reduction of a check.
 
     This rank's step will be skipped if theirs will, or if gradients have been written.
     """
-    plan = step.plan
-    if isinstance(error, Exception) and together is None:
-        with suppress(Exception):  # such as an illegal process_group, which fails on every rank
-            together = scaler._ours.membership.find(parameters_of(optimizer), scaler.process_group)
-    told = together if isinstance(error, Exception) else None
+    told = None
+    if isinstance(error, Exception):
+        told = together or ranks_that_wait(scaler, [optimizer])
     try:
-        if told is not None or (plan is not None and plan.written):
+        if told is not None or (step.plan is not None and step.plan.written):
             step_failed(scaler, step)
     finally:  # even if that raises: the others wait in the reduction
         if told is not None:
-            _report_failed_check(scaler, told, scaler._scale.device)
+            measures = scaler._ours.steps.measures
+            sums = failed_sums(measures) if measures or scaler._ours.by_norm else None
+            report_failure(told, scaler._scale.device, by_sums=sums)
 
 
-def _report_failed_check(scaler: GradScaler, told: Ranks, home: torch.device) -> None:
-    """Join the reduction of a check as failed: by its kind, which depends on the scaler alone."""
-    guard, measures = scaler._ours.guard, scaler._ours.steps.measures
-    by_norm = guard is not None and guard.sigma is not None
-    report_failure(told, home, by_sums=failed_sums(measures) if by_norm or measures else None)
+def ranks_that_wait(scaler: GradScaler, optimizers: Sequence[Any]) -> Ranks | None:
+    """Return the ranks that wait for this one in the reduction of these optimizers, None if there are none.
+
+    Where there is no scale yet it is made: the others back off in `update`, and so must this rank.
+    """
+    with suppress(Exception):  # such as an illegal process_group, which fails on every rank
+        held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        together = scaler._ours.membership.find(held, scaler.process_group)
+        if together is not None and (scaler._scale is None or scaler._growth_tracker is None):
+            scaler._lazy_init_scale_growth_tracker(_home_of(scaler, optimizers))
+        return together
+    return None
+
+
+def fail_early(scaler: GradScaler, optimizer: Any, error: Exception, *, by_step: bool) -> None:
+    """Report an error that came before the check, perhaps in `step`."""
+    with suppress(Exception):  # the first error is more important
+        together = ranks_that_wait(scaler, [optimizer])
+        if together is not None:
+            step = scaler._ours.steps.open(optimizer)
+            fail(scaler, step, optimizer, error, together)
+            step.began = by_step
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
@@ -335,71 +317,47 @@ def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False
         step.reset()
 
 
-def require_scale(
-    scaler: GradScaler, name: str, optimizers: Sequence[Any], report: Callable[[Ranks], None] | None = None
-) -> None:
-    """Report to the other ranks that a method was called before `scale`, then raise torch's error.
-
-    A guard need not be called before: its scale, 1, is made here.
-
-    Args:
-        report: joins the reductions of the others; None: those of a check.
-    """
-    guard = scaler._ours.guard
+def require_scale(scaler: GradScaler, name: str, optimizers: Sequence[Any], report: Report | None = None) -> None:
+    """Raise torch's error for a method that was called before `scale`, and report it; make the scale of a guard."""
     try:
-        if guard is None:
+        if scaler._ours.guard is None:
             scaler._check_scale_growth_tracker(name)
-            return
-        held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-        scaler._lazy_init_scale_growth_tracker(_home_of(scaler, held))
-    except Exception:
-        with suppress(Exception):  # the first error is more important
-            held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-            together = scaler._ours.membership.find(held, scaler.process_group)
-            if together is not None:
-                home = _home_of(scaler, held)
-                scaler._lazy_init_scale_growth_tracker(home)  # the others back off in `update`, and so must this rank
-                if report is not None:
-                    report(together)
-                else:
-                    for optimizer in optimizers:
-                        step = scaler._ours.steps.open(optimizer)
-                        step.failed(home)
-                        step.began = name == "step"
-                        _report_failed_check(scaler, together, home)
+        else:
+            scaler._lazy_init_scale_growth_tracker(_home_of(scaler, optimizers))
+    except Exception as error:
+        if report is not None:
+            report(error)
+        else:
+            fail_early(scaler, optimizers[0], error, by_step=name == "step")
         raise
 
 
-def begin_anew(
-    guard: GradScaler, steps: Sequence[OptimizerStep], report: Callable[[Exception], object], *, by_check: bool
-) -> None:
+def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report, *, by_check: bool) -> None:
     """Begin the next step where a guard's caller has left out the update since the last one.
 
-    It is counted on all ranks, also on those where that step raised: their counters stay equal.
-
-    Args:
-        report: joins the reductions of the others after an error in the update.
-        by_check: see `OptimizerStep.is_over`.
+    A call of `step` ends a step even if it raised, and so does a check that failed; but if `step` comes next, not a
+    check, it skips then. The ranks that were only told of a failure may have returned, so those that raised must go on,
+    too, and count the step: their counters stay equal.
     """
-    over = [step for step in steps if step.is_over(by_check=by_check)]
+    ended = (STEPPED, FAILED) if by_check else (STEPPED,)
+    over = [step for step in steps if step.phase in ended or (step.began and step.phase in (UNSCALED, FAILED))]
     try:
         if any(step["found_inf_per_device"] for step in over):
             guard.update()
-    except SkipStreakError:  # on all ranks at once
-        raise
     except Exception as error:
         for step in over:  # the other ranks check this one
             step.reset()
-        report(error)
+        if not isinstance(error, SkipStreakError):  # which all ranks raise
+            report(error)
         raise
-    for step in over:  # without gradients there is nothing to count, and what was clipped is carried
-        if not step["found_inf_per_device"]:
-            step.reset()
+    for step in over:
+        step.reset()
 
 
-def _home_of(scaler: GradScaler, parameters: Sequence[Any]) -> torch.device:
-    """Return where the scale of an optimizer of these parameters belongs."""
-    devices = [each.device for each in parameters if isinstance(each, Tensor)]
+def _home_of(scaler: GradScaler, optimizers: Sequence[Any]) -> torch.device:
+    """Return where the scale of these optimizers belongs."""
+    held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+    devices = [each.device for each in held if isinstance(each, Tensor)]
     return next((each for each in devices if each.type == scaler._device), torch.device(scaler._device))
 
 

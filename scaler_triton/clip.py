@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,7 @@ from scaler_triton.check import (
     measure,
     open_window,
     ranks_of,
+    ranks_that_wait,
     replicas_in,
     require_scale,
     step_failed,
@@ -40,9 +41,8 @@ from scaler_triton.check import (
 from scaler_triton.dispatch import stacklevel
 from scaler_triton.flag import any_flag, failed_sums, fp32_on
 from scaler_triton.kernels.abi import OVERFLOWS
-from scaler_triton.plan import GradPlan
-from scaler_triton.ranks import Ranks, default_group, group_ranks, mesh_ranks, replicas_of, several_ranks
-from scaler_triton.step import CARRIED, CHECKED, READY, OptimizerStep, parameters_of, unwrap
+from scaler_triton.ranks import Ranks, group_ranks, mesh_ranks, replicas_of, several_ranks
+from scaler_triton.step import CARRIED, READY, OptimizerStep, parameters_of, unwrap
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -107,33 +107,24 @@ def _open(
     scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None
 ) -> tuple[list[Part], Ranks | None]:
     """Return the steps to be clipped, and the ranks that share their norm; an error is reported to these."""
-
-    def report(ranks: Ranks) -> None:
-        _fail_together(scaler, optimizers, ranks, request, checked=request.at_once)
-
-    def find_and_report(_: Exception) -> None:
-        with suppress(Exception):  # the first error matters more
-            ranks = scaler._ours.membership.find(_all_parameters(optimizers), scaler.process_group)
-            if ranks is not None:
-                report(ranks)
-
+    report = partial(_fail_together, scaler, optimizers, request)
     if scaler._scale is None or scaler._growth_tracker is None:
         require_scale(scaler, "clip_grad_norm_", optimizers, report)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
     if scaler._ours.guard is not None:
-        begin_anew(scaler, steps, find_and_report, by_check=request.chosen is None)
+        begin_anew(scaler, steps, report, by_check=request.chosen is None)
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
     try:
         for step in steps[:1] if request.at_once else steps:
             open_window(scaler, step)
         plans = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, optimizers, strict=True)]
-        ranks = _joint_ranks(scaler, plans)
+        ranks = ranks_of(scaler, *plans)
         replicas = [replicas_in(plan, ranks, model) for plan in plans]
     except ValueError:  # a wrong argument raises on all ranks
         raise
     except Exception as error:
-        find_and_report(error)
+        report(error)
         raise
     return list(map(Part, optimizers, steps, plans, replicas)), ranks
 
@@ -141,7 +132,7 @@ def _open(
 def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request) -> tuple[Tensor, bool]:
     """Clip by the 2-norm of the checking pass; return it, and whether it must raise, so that nothing was clipped."""
     scale = scaler._scale
-    with _failure_joins(scaler, parts, ranks, request):
+    with _failure_joins(scaler, parts, request):
         for part in parts:
             part.step.outcome, part.step.fresh, part.step.began = None, False, False
         totals = measure(scaler, parts, ranks)
@@ -169,10 +160,7 @@ def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, re
                 norm, status = got if here else norm, None if wrote else status
             if status is not None:
                 part.flag.read_sums(totals)
-            part.step.unscaled(part.flag, flags_on(scaler, part.flag, part.flags, part.plan, ranks))
-            is_fused = getattr(part.optimizer, "_step_supports_amp_scaling", False)
-            if not (part.step.captured or is_fused):
-                part.flag.start_copy()
+            part.step.checked(part.flag, flags_on(scaler, part.flag, part.flags, part.plan, ranks), divided=True)
     return torch_ops.norm_of(totals) if norm is None else norm, refused
 
 
@@ -180,8 +168,10 @@ def _clip_by_passes(
     scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request
 ) -> tuple[Tensor, bool]:
     """Unscale the optimizers one by one, then clip the chosen gradients by one norm; return as `_clip_at_once` does."""
-    with _failure_joins(scaler, parts, ranks, request):
-        _unscale_each(scaler, parts, ranks)
+    with _failure_joins(scaler, parts, request):
+        for part in parts:
+            if part.step.phase in (READY, CARRIED):
+                scaler.unscale_(part.optimizer)
         flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), scaler._scale.device)
         parameters = _all_parameters([part.optimizer for part in parts])
         grads, counts = _local_gradients(parameters, chain(*(part.replicas for part in parts)), request.chosen)
@@ -199,37 +189,19 @@ def _clip_unscaled(
 ) -> tuple[Tensor, bool]:
     """Clip as torch does, for a disabled scaler; if it is sharded, or ranks hold shards, over all ranks."""
     group = scaler.process_group
-    together = (scaler._ours.sharded or group is not None) and several_ranks()
     on_fsdp1 = gradients.has_fsdp1(parameters)
+    together = (scaler._ours.sharded or group is not None or on_fsdp1) and several_ranks()
     # torch's norm is right only if this rank holds whole gradients.
-    whole = not several_ranks() if on_fsdp1 else all(each is None for each in map(gradients.dtensor_spec, parameters))
-    if not together and whole:
+    if not together and (on_fsdp1 or all(each is None for each in map(gradients.dtensor_spec, parameters))):
         clipped = [p for p in parameters if request.chosen is None or id(p) in request.chosen]
         options = request.max_norm, request.norm_type, request.error_if_nonfinite
         return torch.nn.utils.clip_grad_norm_(clipped, *options), False
-    by_group = together or group is not None or on_fsdp1
-    ranks = group_ranks(parameters, group) if by_group else mesh_ranks(parameters)
+    ranks = group_ranks(parameters, group) if together or group is not None else mesh_ranks(parameters)
     grads, counts = _local_gradients(parameters, replicas_of(parameters, ranks, model), request.chosen)
     home = parameters[0].device if len(parameters) else torch.device("cpu")
     flag = torch.zeros((), dtype=torch.float32, device=home)
     norm, _ = _norm_of_terms(_terms_of_norm(grads, counts, request.norm_type, flag), request.norm_type, ranks)
     return norm, _multiply_(grads, norm, flag, request)
-
-
-def _unscale_each(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None) -> None:
-    """Unscale what is still scaled; raise the first error only after the last part, as each of them has a reduction."""
-    errors: list[Exception] = []
-    for part in parts:
-        if part.step.phase in (READY, CHECKED, CARRIED):
-            try:
-                scaler.unscale_(part.optimizer)
-            except Exception as error:
-                if ranks is None:
-                    raise
-                errors.append(error)
-    if errors:
-        del errors[1:]
-        raise errors.pop()  # a reference from this frame would be a cycle that keeps gradients alive
 
 
 def _take_flag(step: OptimizerStep, shared: Tensor, exposed: bool) -> None:
@@ -244,13 +216,12 @@ def _take_flag(step: OptimizerStep, shared: Tensor, exposed: bool) -> None:
 
 
 @contextmanager
-def _failure_joins(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request) -> Iterator[None]:
+def _failure_joins(scaler: GradScaler, parts: list[Part], request: Request) -> Iterator[None]:
     """After an error before the norm's reduction, join that reduction, as the other ranks wait there."""
     try:
         yield
-    except Exception:
-        if ranks is not None:
-            _fail_together(scaler, [part.optimizer for part in parts], ranks, request, checked=True)
+    except Exception as error:
+        _fail_together(scaler, [part.optimizer for part in parts], request, error)
         raise
 
 
@@ -265,28 +236,26 @@ def _failure_skips(scaler: GradScaler, parts: Sequence[Part]) -> Iterator[None]:
         raise
 
 
-def _fail_together(scaler: GradScaler, optimizers: list[Any], ranks: Ranks, request: Request, *, checked: bool) -> None:
-    """Join the reductions of the norm and, unless `checked`, of the checks as failed; skip the optimizers' steps.
-
-    The other ranks wait in these reductions.
-    """
-    if not checked:
-        for optimizer in optimizers:
-            step = scaler._ours.steps.open(optimizer)
-            if step.phase in (READY, CHECKED, CARRIED):
-                fail(scaler, step, optimizer, RuntimeError(), None)
-    try:
-        with suppress(Exception):  # the caller is raising already
-            parameters = _all_parameters(optimizers)
-            _local_gradients(parameters, [1] * len(parameters), request.chosen)  # reduces Partial ones
-        for optimizer in optimizers:
-            step_failed(scaler, scaler._ours.steps.open(optimizer))
-    finally:  # even if that fails, as the other ranks wait
-        takes_maximum = request.norm_type == math.inf
-        numbers = failed_sums(scaler._ours.steps.measures) if request.at_once else [math.nan, 1.0]
-        numbers = [0.0, 1.0, 1.0] if takes_maximum else numbers
+def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request, _: Exception) -> None:
+    """After an error skip the steps, and join the reductions of checks and norm in which the other ranks wait."""
+    ranks = ranks_that_wait(scaler, optimizers)
+    if ranks is None:
+        return
+    steps = [scaler._ours.steps.open(each) for each in optimizers]
+    with suppress(Exception):  # here and below: the caller is raising already, and the others wait
+        for step, optimizer in zip(steps, optimizers, strict=True):
+            if not request.at_once and step.phase in (READY, CARRIED):
+                fail(scaler, step, optimizer, RuntimeError())
+    with suppress(Exception):
+        parameters = _all_parameters(optimizers)
+        _local_gradients(parameters, [1] * len(parameters), request.chosen)  # reduces Partial ones
+    with suppress(Exception):
+        for step in steps:
+            step_failed(scaler, step)
+    with suppress(Exception):
+        numbers = failed_sums(scaler._ours.steps.measures) if request.at_once else [0.0, 1.0, 1.0]
         values = torch.tensor(numbers, dtype=torch.float64, device=scaler._scale.device)
-        (ranks.maximum_ if takes_maximum else ranks.sum_)(values)
+        (ranks.maximum_ if request.norm_type == math.inf else ranks.sum_)(values)
 
 
 def _local_gradients(
@@ -308,32 +277,30 @@ def _local_gradients(
 
 
 def _terms_of_norm(grads: Sequence[Tensor], counts: Sequence[int], order: float, flag: Tensor) -> Tensor:
-    """Return this rank's contribution to `_norm_of_terms`, fp64, [2] or [3], on the device of the flag (fp32, `()`)."""
+    """Return this rank's contribution to `_norm_of_terms`, fp64, [3], on the device of the flag (fp32, `()`)."""
     norms, weights = [torch.zeros((), dtype=torch.float64, device=flag.device)], [1.0]
     for grad, count in zip(grads, counts, strict=True):
         if grad.numel():
             norms.append(torch.linalg.vector_norm(grad, order, dtype=torch.float64).to(flag.device))
             weights.append(1.0 / count)
     if order == math.inf:
-        largest = torch.stack(norms).amax()
-        is_nan = largest.isnan()  # in a number of its own, as a MAX reduction may drop NaN
-        return torch.stack([torch.where(is_nan, 0.0, largest), is_nan.double(), flag.double()])
-    shares = torch._foreach_mul(torch._foreach_pow(norms, order), weights)
-    return torch.stack([torch.stack(shares).sum(), flag.double()])
+        term = torch.stack(norms).amax()
+    else:
+        term = torch.stack(torch._foreach_mul(torch._foreach_pow(norms, order), weights)).sum()
+    is_nan = term.isnan()  # in a number of its own, as a MAX reduction may drop NaN
+    return torch.stack([torch.where(is_nan, 0.0, term), is_nan.double(), flag.double()])
 
 
 def _norm_of_terms(terms: Tensor, order: float, ranks: Ranks | None) -> tuple[Tensor, Tensor]:
-    """Return the norm of all ranks' gradients, each shard counted once: one reduction, no host wait.
+    """Return the norm of all ranks' gradients, each shard counted once, and their flag, by one reduction and no wait.
 
-        (sum over ranks and shards of abs(g) ** order / replicas) ** (1 / order), for inf the largest abs(g)
-
-    Returns: the norm, and 1.0 if the flag of any rank is set, else 0.0; both fp32, `()`.
+    (sum over ranks and shards of abs(g) ** order / replicas) ** (1 / order), for inf the largest abs(g)
     """
     if ranks is not None:
         (ranks.maximum_ if order == math.inf else ranks.sum_)(terms)
-    if order == math.inf:
-        return torch.where(terms[1] != 0, math.nan, terms[0]).float(), (terms[2] != 0).float()
-    return (terms[0] ** (1.0 / order)).float(), (terms[1] != 0).float()
+    term, is_nan, flag = terms
+    norm = term if order == math.inf else term ** (1.0 / order)
+    return torch.where(is_nan != 0, math.nan, norm).float(), (flag != 0).float()
 
 
 def _multiply_(grads: Sequence[Tensor], norm: Tensor, flag: Tensor, request: Request) -> bool:
@@ -349,19 +316,6 @@ def _multiply_(grads: Sequence[Tensor], norm: Tensor, flag: Tensor, request: Req
 def _all_parameters(optimizers: Sequence[Any]) -> list[Tensor]:
     """Return the parameters of all optimizers, in order; a shared one comes twice."""
     return [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-
-
-def _joint_ranks(scaler: GradScaler, plans: Sequence[GradPlan]) -> Ranks | None:
-    """Return the ranks that must agree on optimizers which share one reduction; the first one's plan keeps them."""
-    first = plans[0]
-    if len(plans) == 1:
-        needed = first.is_distributed or scaler._ours.sharded or scaler.process_group is not None
-        return ranks_of(scaler, first) if needed else None
-    key = (scaler.process_group, default_group(), *map(weakref.ref, plans))
-    if first.joint_ranks is None or first.joint_ranks[0] != key:
-        parameters = [parameter for plan in plans for parameter in plan.parameters]
-        first.joint_ranks = key, scaler._ours.membership.find(parameters, scaler.process_group)
-    return first.joint_ranks[1]
 
 
 def _checked_optimizers(optimizers: Any) -> list[Any]:

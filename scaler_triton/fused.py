@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from scaler_triton.check import check, fail, is_replaced, ranks_of, step_failed
+from scaler_triton.check import check, is_replaced, ranks_of, step_failed
 from scaler_triton.dispatch import choose_for_scale, is_captured, kernels, stacklevel
-from scaler_triton.flag import Flag, any_flag, as_flag
+from scaler_triton.flag import any_flag
 from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     scale: Any = scaler._get_scale_async()
     exposed = scaler._ours.steps.exposed and not step.fresh
     flag, flags = step.own_flag(exposed), step["found_inf_per_device"]
-    found_inf = any_flag(flags.values(), scale.device) if flag is None else flag.found_inf
-    if flag is not None and exposed:
-        found_inf = as_flag(found_inf, flag.device)  # other code may have summed it over ranks
+    # Other code may have summed it over ranks.
+    found_inf = any_flag(flags.values(), scale.device) if flag is None or exposed else flag.found_inf
     inner = step.owner()
     if isinstance(inner, torch.optim.SGD) and _skip_would_corrupt(inner) and found_inf.item():
         remove_scale(optimizer, inner)
@@ -65,12 +64,12 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
         if divides or (step.captured and is_captured(scale)):
             step_failed(scaler, step, agreed=True)
         raise
-    step.stepped([*flags.values()] if flag is None else flag)
+    step.stepped(found_inf if flag is None else flag)
     return result
 
 
 def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Step an older optimizer, which gets the scaler itself and asks it for the flag."""
+    """Step an older optimizer, which gets the scaler itself and asks it for the flag of the check made here."""
     warnings.warn(
         "GradScaler is going to stop passing itself as a keyword argument to the passed "
         "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
@@ -78,40 +77,26 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
         FutureWarning,
         stacklevel=stacklevel(),
     )
-    divides, before = step.phase is not UNSCALED, step["found_inf_per_device"]
-    if divides:
-        step["found_inf_per_device"] = {}  # so that the optimizer's request leads to another check
-    step.asks = divides
+    if step.phase is not UNSCALED and hasattr(optimizer, "param_groups"):  # older containers lack them
+        check(scaler, step, optimizer, divide=scaler._ours.guard is not None, by_step=True)
+    divides = step.phase is not UNSCALED
     try:
         result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
-        # If it did not ask, perhaps for lack of gradients, other ranks may still wait in the reduction.
-        is_known = step["found_inf_per_device"] or not hasattr(optimizer, "param_groups")  # older containers lack them
-        if not is_known and ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is not None:
-            scaler._check_inf_per_device(optimizer)
-    except BaseException as error:
-        if divides and step["found_inf_per_device"]:
-            step_failed(scaler, step, agreed=True)  # the other ranks would not join a second check's reduction
-        elif divides:
-            fail(scaler, step, optimizer, error, None)
+    except BaseException:
+        if divides and step["found_inf_per_device"]:  # it may have divided some of the gradients
+            step_failed(scaler, step, agreed=True)
         raise
-    finally:
-        step.asks = False
-        if not step["found_inf_per_device"]:  # nothing was checked: an earlier flag still counts
-            step["found_inf_per_device"] = before
-    flag: Flag | None = step.own_flag(exposed=True)
-    step.stepped([*step["found_inf_per_device"].values()] if flag is None else flag)
+    found_inf = any_flag(step["found_inf_per_device"].values(), scaler._scale.device)
+    step.stepped(step.own_flag(exposed=True) or found_inf)
     return result
 
 
 def may_check(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
-    """Return whether gradients may be checked.
-
-    A second check is not allowed if other ranks would have to join it, nor after a step, a failure or a joint clip.
-    """
+    """Return whether gradients may be checked, as `_check_inf_per_device` has it; `step` itself checks once."""
     if not step["found_inf_per_device"]:
         return True
     known = step.phase is UNSCALED and (step.flag is None or step.flag.shared)
-    if step.phase in (STEPPED, FAILED) or step.asks or known:
+    if step.phase in (STEPPED, FAILED) or step.fresh or known:
         return False
     return ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is None
 
@@ -135,12 +120,8 @@ def _step_with_scale(
     """Call `optimizer.step(*args, **kwargs)` with `grad_scale` and `found_inf` set on both optimizers.
 
     A `grad_scale` that the user has set is multiplied in and removed after the step; it is restored if the step raised.
-
-    Args:
-        inner: the optimizer in a wrapper, else `optimizer` itself: either may read the attributes.
-        scale: None if the gradients are unscaled already.
-        on_host: pass copies on the CPU, after a wait, to an optimizer with parameters there: torch's fused ones copy
-            both to each device without waiting, and their CPU kernels would read before the copy has arrived.
+    An optimizer with parameters on the CPU gets copies there, after a wait (`on_host`): torch's fused ones copy both to
+    each device without waiting, and their CPU kernels would read before the copy has arrived.
     """
     own = getattr(optimizer, "grad_scale", None)
     product = own if scale is None else scale if own is None else scale * own

@@ -28,7 +28,7 @@ from torch.cuda.amp import common
 from scaler_triton import clip, fused, passes, policy, ranks, report, update
 from scaler_triton.check import Ours, check, is_replaced, methods_of, require_scale
 from scaler_triton.dispatch import check_backend, is_captured, refuse_capture, skip_tracing, stacklevel
-from scaler_triton.flag import Flag, Flags
+from scaler_triton.flag import Flag, Flags, any_flag
 from scaler_triton.headroom import Headroom
 from scaler_triton.kernels.abi import MAX_SCALE, STATUS
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
@@ -93,7 +93,7 @@ class GradScaler(torch.amp.GradScaler):
     @functools.cached_property
     def _ours(self) -> Ours:
         # Made on first use, as some public subclasses have an `__init__` that calls only torch's.
-        return Ours(_is_sharded(type(self)))
+        return Ours(sharded=False)
 
     def __init__(
         self,
@@ -198,8 +198,7 @@ class GradScaler(torch.amp.GradScaler):
             require_scale(self, "unscale_", [optimizer])
         step = self._ours.steps.open(optimizer)
         step.require_unscalable()
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        check(self, step, optimizer, divide=True, copy=not is_fused)
+        check(self, step, optimizer, divide=True)
 
     def clip_grad_norm_(
         self,
@@ -271,7 +270,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
         step = steps.open(optimizer)
         if step.phase is CARRIED:
-            _resume(self, step)
+            step.resume(is_captured(scale))
         step.begin()
         steps.unfinished += 1
         if step.phase is FAILED:
@@ -290,7 +289,9 @@ class GradScaler(torch.amp.GradScaler):
             if not step["found_inf_per_device"]:
                 raise AssertionError("No inf checks were recorded for this optimizer.")
             result = self._maybe_opt_step(optimizer, step, *args, **kwargs)
-            step.stepped([*step["found_inf_per_device"].values()] if step.outcome is None else step.outcome)
+            if step.outcome is None:  # a subclass's `_maybe_opt_step` does not call ours
+                step.outcome = any_flag(step["found_inf_per_device"].values(), scale.device)
+            step.stepped(step.outcome)
         steps.unfinished -= 1
         return result
 
@@ -387,20 +388,14 @@ class GradScaler(torch.amp.GradScaler):
         ours, scale, newest = self._ours, self._get_scale_async(), None
         if scale is not None:
             newest = ours.scale_copy.newest(scale)
-        stats = ScalerStats.of(ours.counters.newest())
-        numbers = {
-            "scale": self._init_scale if newest is None else newest[0] if isinstance(newest, list) else newest,
-            "updates": stats.updates,
-            "skipped": stats.skipped,
-            "skip_share": stats.skipped / max(1, stats.updates),
-            "growths": stats.growths,
-            "backoffs": stats.backoffs,
-            "spikes": stats.spikes,
-        }
+        known = asdict(ScalerStats.of(ours.counters.newest()))
+        known["scale"] = self._init_scale if newest is None else newest[0] if isinstance(newest, list) else newest
+        known["skip_share"] = known["skipped"] / max(1, known["updates"])
+        names = ["scale", "updates", "skipped", "skip_share", "growths", "backoffs", "spikes"]
         if ours.steps.measures:
-            measured = asdict(self.headroom(wait=False))
-            numbers |= {name: measured[name] for name in ("largest", "bits", "zeros", "subnormal")}
-        return {f"{prefix}{name}": float(number) for name, number in numbers.items()}
+            known |= asdict(self.headroom(wait=False))
+            names += ["largest", "bits", "zeros", "subnormal"]
+        return {f"{prefix}{name}": float(known[name]) for name in names}
 
     def attempts(self, optimizer: Any, *, max_attempts: int = 8) -> Iterator[int]:
         """Repeat a batch whose step was skipped, at the lower scale, instead of losing it.
@@ -425,12 +420,9 @@ class GradScaler(torch.amp.GradScaler):
 
         def repeat() -> Iterator[int]:
             for attempt in range(1, most + 1):
-                known = self._ours.steps.last(optimizer)
-                if known is not None:
-                    known.outcome = None
+                self._ours.steps.open(optimizer).outcome = None
                 yield attempt
-                known = self._ours.steps.last(optimizer)
-                if known is None or known.outcome is None or not self.was_skipped(optimizer):
+                if self._ours.steps.open(optimizer).outcome is None or not self.was_skipped(optimizer):
                     return
 
         return repeat()
@@ -454,9 +446,7 @@ class GradScaler(torch.amp.GradScaler):
         if outcome is None:
             name = type(optimizer).__name__
             raise ValueError(f"was_skipped: this {name} was not stepped yet, or was unscaled again since its last step")
-        if isinstance(outcome, Flag):
-            return outcome.last()
-        return any(flag.item() for flag in outcome) if isinstance(outcome, list) else outcome
+        return outcome.last() if isinstance(outcome, Flag) else bool(outcome)
 
     def overflow_report(self, model: Model = None, gather: bool = False) -> OverflowReport:
         """Return which gradients caused the last skip; `zero_grad()` and later steps without overflow do not change it.
@@ -513,7 +503,8 @@ class GradScaler(torch.amp.GradScaler):
         """Return torch's five fields; `{}` on a disabled scaler.
 
         If any of `min_scale`, `max_scale`, `hysteresis` and `max_consecutive_skips` is not its default, they and the
-        counters are under one more key, `scaler_triton`, which torch's class ignores.
+        counters are under one more key, `scaler_triton`, which torch's class ignores. There a `StepGuard` always has
+        them, and its norms, for which it waits for the device.
         """
         if not self._enabled:
             return {}
@@ -521,6 +512,8 @@ class GradScaler(torch.amp.GradScaler):
         ours = self._ours
         if ours.limits != NO_LIMITS or ours.headroom is not None:
             state[KEY] = policy.to_checkpoint(ours.limits, ours.counters.read())
+        if ours.guard is not None:
+            state[KEY][WINDOWS] = ours.guard.numbers(ours.steps.all())[-1]
         if ours.headroom is not None:
             exponents, cap = ours.headroom.remembered()
             state[KEY][HEADROOM] = {"exponents": exponents, "cap": cap}
@@ -642,9 +635,9 @@ class GradScaler(torch.amp.GradScaler):
         return {**state, "process_group": ranks.picklable(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        counted = state.get(_COUNTED)
-        ours = Ours(_is_sharded(type(self)), None if counted is None else counted["counters"])
+        counted, ours = state.get(_COUNTED), self._ours
         if counted is not None:
+            ours.counters.set(counted["counters"])
             if counted.get("guard") is not None:
                 ours.become_guard(Guard(*counted["guard"]))
             ours.limits, ours.steps.requested = Limits(*counted["limits"]), counted["backend"]
@@ -655,9 +648,7 @@ class GradScaler(torch.amp.GradScaler):
                 ours.headroom = HeadroomRule(bits, window)
                 ours.headroom.restore(*remembered)
         plain = {name: value for name, value in state.items() if name not in (_COUNTED, "_per_optimizer_states")}
-        if counted is None:  # a scaler of torch's, pickled before `patch_torch` replaced its class
-            plain = {"process_group": None, **plain}
-        vars(self).update(plain, _ours=ours)
+        vars(self).update(plain)
 
     def __copy__(self) -> Self:
         clone = type(self).__new__(type(self))
@@ -682,22 +673,8 @@ def is_unscaled(scaler: GradScaler, optimizer: Any) -> bool:
     """Return whether the gradients were unscaled, by a guard checked, in this step or before the last update."""
     step = scaler._ours.steps.open(optimizer)
     if step.phase is CARRIED:
-        _resume(scaler, step)
+        step.resume(is_captured(scaler._scale))
     return step.phase in (UNSCALED, FAILED)
-
-
-def _resume(scaler: GradScaler, step: OptimizerStep) -> None:
-    """Continue a CARRIED step if it and this call are both captured in a graph or both not; else start it over."""
-    if is_captured(scaler._scale) == step.captured:
-        step.resume()
-    else:
-        step.reset()
-
-
-def _is_sharded(cls: type) -> bool:
-    """Return whether a scaler's class is sharded, without the import of FSDP, which takes a second."""
-    module = sys.modules.get("scaler_triton.sharded")
-    return module is not None and issubclass(cls, getattr(module, "ShardedGradScaler", ()))
 
 
 methods_of(GradScaler, "unscale_", "_unscale_grads_", "_check_inf_per_device")

@@ -84,7 +84,6 @@ class GradPlan:
         self.is_distributed = any(map(gradients.is_distributed, self.parameters))
         # What other modules compute from the parameters, each with what it was computed from.
         self.ranks: tuple[Any, Ranks | None] | None = None  # the ranks that must agree
-        self.joint_ranks: tuple[Any, Ranks | None] | None = None  # the same, for optimizers that are clipped together
         self.replicas: tuple[Any, list[int]] | None = None  # how many ranks hold each parameter's shard
         self.inverse = InverseScale()
         self.written = False  # whether the last pass began to write the gradients

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 if not torch.distributed.is_available():
@@ -9,6 +11,7 @@ if not torch.distributed.is_available():
 
 from torch.distributed.fsdp import sharded_grad_scaler as _torch_sharded
 
+from scaler_triton.check import Ours
 from scaler_triton.grad_scaler import GradScaler, Outputs
 
 
@@ -64,6 +67,10 @@ class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
             headroom_window=headroom_window,
             measure=measure,
         )
+
+    @functools.cached_property
+    def _ours(self) -> Ours:
+        return Ours(sharded=True)
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Return the outputs times the scale, each in its own dtype; like torch's, it compiles with `fullgraph=True`.

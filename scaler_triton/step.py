@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton.flag import Flag, Flags, any_flag, as_flag
+from scaler_triton.flag import Flag, Flags, as_flag
 from scaler_triton.plan import GradPlan
 from scaler_triton.report import Marks
 
@@ -31,8 +31,7 @@ _FLAGS = "found_inf_per_device"
 class Phase(Enum):
     """What is known of an optimizer's gradients."""
 
-    READY = "gradients are scaled and have not been checked"
-    CHECKED = "ranks agreed on the flag; gradients are still scaled"
+    READY = "gradients are scaled; if there is a flag, ranks agreed on it"
     UNSCALED = "ranks agreed on the flag; gradients are divided, perhaps clipped"
     CARRIED = "gradients were divided before the last update, but not stepped; ends when the next loss is scaled"
     FAILED = "an error left gradients half written: this step will be skipped"
@@ -40,11 +39,11 @@ class Phase(Enum):
 
 
 # Looking up an enum's member takes 50 ns, a global 4.
-READY, CHECKED, UNSCALED, CARRIED, FAILED, STEPPED = Phase
+READY, UNSCALED, CARRIED, FAILED, STEPPED = Phase
 READY_STAGE, UNSCALED_STAGE, STEPPED_STAGE = OptState
 _PHASES = {READY_STAGE: READY, UNSCALED_STAGE: UNSCALED, STEPPED_STAGE: STEPPED}
 _STAGES = {phase: stage for stage, phase in _PHASES.items()}
-_STAGES |= {CHECKED: READY_STAGE, CARRIED: READY_STAGE, FAILED: UNSCALED_STAGE}
+_STAGES |= {CARRIED: READY_STAGE, FAILED: UNSCALED_STAGE}
 
 
 def _nobody() -> None:
@@ -57,7 +56,6 @@ class OptimizerStep(dict[str, Any]):
     | phase    | unscale_, clip | step                 | scale | update  | error in a check | in optimizer.step |
     |----------|----------------|----------------------|-------|---------|------------------|-------------------|
     | READY    | UNSCALED       | checks, STEPPED      |       | READY   | READY (1)        | UNSCALED (2)      |
-    | CHECKED  | UNSCALED       | checks, STEPPED      |       | READY   | CHECKED (1)      | UNSCALED (2)      |
     | UNSCALED | raises (3)     | by its flag, STEPPED | (4)   | CARRIED |                  | UNSCALED          |
     | CARRIED  | UNSCALED       | by its flag, STEPPED | READY | CARRIED | CARRIED (1)      | UNSCALED          |
     | FAILED   | raises (3)     | skips, STEPPED       | (4)   | CARRIED |                  |                   |
@@ -72,7 +70,7 @@ class OptimizerStep(dict[str, Any]):
     """
 
     __slots__ = (
-        "asks", "began", "captured", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome",
+        "began", "captured", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome",
         "owner", "phase", "plan", "reader", "stage", "takes_scaler", "window",
     )  # fmt: skip
 
@@ -87,8 +85,8 @@ class OptimizerStep(dict[str, Any]):
         self.window: Window | None = None  # the last norms, of a guard that looks for spikes
         self.earlier: list[Flag | None] = []  # those of earlier checks in this step, which callers may still read
         self.kept: Flags = {}  # what a CARRIED step is going to use
-        # What `was_skipped` returns after the last step, or the flags to read it from; None: not stepped.
-        self.outcome: bool | Flag | list[Tensor] | None = None
+        # What `was_skipped` returns after the last step, or the flag to read it from; None: not stepped.
+        self.outcome: bool | Flag | Tensor | None = None
         self.reader: int | None = None  # handle of the stream on which a fused step reads its flag
         self.function: Any = None  # a fused optimizer's `step`
         self.takes_scaler = False  # whether that takes the scaler as an argument, as older ones do
@@ -96,7 +94,6 @@ class OptimizerStep(dict[str, Any]):
         self.captured = False  # whether the check was recorded into a graph
         self.began = False  # whether `step` was entered and has not returned
         self.clipped = False  # whether the gradients were clipped since the last update
-        self.asks = False  # whether the optimizer's own `step` is running and has to ask the scaler for the flag
 
     def __reduce__(self) -> Any:
         return dict, ({"stage": self["stage"], _FLAGS: dict(self[_FLAGS])},)  # a copy is a plain state of torch's
@@ -118,41 +115,27 @@ class OptimizerStep(dict[str, Any]):
             raise RuntimeError("step() has already been called since the last update().")
         self.began, self.fresh = True, False
 
-    def is_over(self, *, by_check: bool) -> bool:
-        """Return whether a call on a guard begins the next step, though `update` has been left out.
-
-        A call of `step` ends a step even if it raised, and so does a check that failed. The ranks that were only told
-        of a failure may have returned, so those that raised must go on, too.
-
-        Args:
-            by_check: whether the call is one of `unscale_` or a clip, not of `step`, which skips after a failed check.
-        """
-        if self.phase is FAILED:
-            return by_check or self.began
-        return self.phase is STEPPED or (self.phase is UNSCALED and self.began)
-
-    def checked(self, flag: Flag | None, flags: Flags, *, by_step: bool = False) -> None:
-        """Store the flag that the ranks agreed on after a check that only read, the running `step`'s if `by_step`."""
+    def checked(self, flag: Flag, flags: Flags, *, divided: bool, by_step: bool = False) -> None:
+        """Store the flag that the ranks agreed on after a check, which `divided` or only read; `by_step`: in `step`."""
         if flag is not self.flag:
             self.earlier.append(self.flag)
         self.flag, self[_FLAGS], self.fresh = flag, flags, by_step
-        if self.phase is CARRIED:  # an overflow that was found before the division still counts
+        if divided:
+            self.began &= by_step  # else it is another attempt
+            self.phase = UNSCALED
+            self["stage"] = self.stage = UNSCALED_STAGE
+            is_read_later = not (by_step or self.captured)
+            if is_read_later and not getattr(self.owner(), "_step_supports_amp_scaling", False):
+                flag.start_copy()
+        elif self.phase is CARRIED:  # an overflow that was found before the division still counts
             for device, found in flags.items():
                 self.kept[device] = torch.maximum(found, self.kept.get(device, found))
-        elif self.phase is READY:
-            self.phase = CHECKED
 
-    def unscaled(self, flag: Flag, flags: Flags, *, by_step: bool = False) -> None:
-        """Store the flag that the ranks agreed on after a check that divided, the running `step`'s if `by_step`."""
-        if flag is not self.flag:
-            self.earlier.append(self.flag)
-        self.flag, self[_FLAGS], self.fresh = flag, flags, by_step
-        self.began &= by_step  # else it is another attempt
-        self.phase = UNSCALED
-        self["stage"] = self.stage = UNSCALED_STAGE
-
-    def resume(self) -> None:
-        """Continue a CARRIED step: its gradients are divided, and its flags were kept."""
+    def resume(self, captured: bool) -> None:
+        """Continue a CARRIED step, or start it over if only one of its check and this call is captured in a graph."""
+        if captured != self.captured:
+            self.reset()
+            return
         for device, flag in self[_FLAGS].items():  # a caller has checked them since
             kept = self.kept.get(device)
             self.kept[device] = flag if kept is None else torch.maximum(kept, as_flag(flag, device))
@@ -175,7 +158,7 @@ class OptimizerStep(dict[str, Any]):
         ones = {each: torch.ones((), dtype=torch.float32, device=each) for each in dict.fromkeys(devices or [home])}
         self[_FLAGS] = ones
 
-    def stepped(self, outcome: bool | Flag | list[Tensor]) -> None:
+    def stepped(self, outcome: bool | Flag | Tensor) -> None:
         """Leave `step`."""
         self.phase = STEPPED
         self["stage"] = self.stage = STEPPED_STAGE
@@ -258,8 +241,7 @@ class Steps(dict[Any, Any]):
             if step.phase is CARRIED:
                 flags = step[_FLAGS]  # a caller has checked the gradients since the update
                 step.reset()
-                if flags:
-                    step.checked(step.flag, flags)
+                step[_FLAGS] = flags
             elif step.began and step.phase in (UNSCALED, FAILED):
                 step.reset()
         self.unfinished = 0
@@ -280,7 +262,7 @@ class Steps(dict[Any, Any]):
                 del self[key]  # other code has put it here, or its optimizer is freed
                 continue
             phase, kept = step.phase, step.kept
-            if phase is READY and not step[_FLAGS]:  # others may have written that stage
+            if phase is READY and not step[_FLAGS]:
                 continue
             step.reset()
             # A replay may write new gradients without a call of `scale`.
@@ -332,11 +314,7 @@ class Steps(dict[Any, Any]):
         """Return whether the last step was skipped, or a copy of its flag on the device; None if unknown."""
         step = self.last(optimizer)
         outcome = None if step is None else step.outcome
-        if isinstance(outcome, Flag):
-            return outcome.last_found_inf().clone()
-        if isinstance(outcome, list):
-            return any_flag(outcome, outcome[0].device) if outcome else False
-        return outcome
+        return outcome.last_found_inf().clone() if isinstance(outcome, Flag) else outcome
 
     def _find_or_make(self, optimizer: Any) -> OptimizerStep:
         """Do what `open` does for an optimizer that is new, or whose step other code has moved, replaced or written."""

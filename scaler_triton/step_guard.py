@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from scaler_triton import policy
-from scaler_triton.check import begin_anew, fail, methods_of
+from scaler_triton.check import begin_anew, fail_early, methods_of
 from scaler_triton.dispatch import skip_tracing
 from scaler_triton.grad_scaler import GradScaler, Outputs
 from scaler_triton.policy import KEY, WINDOWS
@@ -104,32 +105,14 @@ class StepGuard(GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def _begin_anew(self, optimizer: Any, *, by_check: bool) -> None:
-        step = self._ours.steps.open(optimizer)
-
-        def report(error: Exception) -> None:
-            fail(self, step, optimizer, error, None)
-            step.began = not by_check
-
-        begin_anew(self, [step], report, by_check=by_check)
+        report = partial(fail_early, self, optimizer, by_step=not by_check)
+        begin_anew(self, [self._ours.steps.open(optimizer)], report, by_check=by_check)
 
     def set_limits(self, **changes: Any) -> None:
         """Change `max_consecutive_skips`, from the next update on; TypeError for another name."""
         if changes.keys() - {"max_consecutive_skips"}:
             raise TypeError(f"a StepGuard has no limit but max_consecutive_skips, got {', '.join(changes)}")
         super().set_limits(**changes)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's five fields, counters, `max_consecutive_skips` and the norms; `{}` on a disabled guard.
-
-        All but the five are under the key `scaler_triton`, which torch's class ignores. It waits for the device.
-        """
-        state = super().state_dict()
-        if state:
-            ours = self._ours
-            assert ours.guard is not None
-            _, _, norms = ours.guard.numbers(ours.steps.all())
-            state[KEY][WINDOWS] = norms
-        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class, or of any scaler's, returned; the scale stays 1.

@@ -114,8 +114,8 @@ class Counters(OnDevice):
 
     dtype = torch.int64
 
-    def __init__(self, values: Sequence[int] | None = None) -> None:
-        super().__init__(no_counters() if values is None else values)
+    def __init__(self) -> None:
+        super().__init__(no_counters())
         self._copy = HostCopy(self.values)
 
     def set(self, values: Sequence[int]) -> None:

@@ -227,9 +227,8 @@ def test_what_was_found_before_outlives_a_step_that_cannot_ask(cls: Any) -> None
     ("phase", "told", "shared", "want"),
     [
         (Phase.READY, False, False, True),
-        (Phase.CHECKED, False, False, True),
         (Phase.UNSCALED, False, False, True),
-        (Phase.CHECKED, True, False, False),  # another reduction, which the others would not join
+        (Phase.READY, True, False, False),  # another reduction, which the others would not join
         (Phase.UNSCALED, False, True, False),  # its flag is that of several optimizers
         (Phase.FAILED, False, False, False),
         (Phase.STEPPED, False, False, False),

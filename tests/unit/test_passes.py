@@ -152,7 +152,7 @@ def check(grads: Sequence[Tensor | None], place: Place, divide: bool = True, sca
     """Return plan, parameters and flags of a pass."""
     params = parameters(grads, place.device)
     plan = GradPlan(params, place.backend)
-    plan.marks = Marks(plan, Counters(None))
+    plan.marks = Marks(plan, Counters())
     home = torch.zeros(STATUS, device=place.device)
     given = number(scale, place) if isinstance(scale, float) else scale.to(place.device)
     return plan, params, passes.check(plan, plan.collect(), given, Flag(home), divide=divide)[0]

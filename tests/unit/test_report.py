@@ -147,7 +147,7 @@ def marked(device: torch.device) -> tuple[Marks, Any, GradPlan]:
     plan = GradPlan(parameters([torch.ones(3), torch.ones(3)], "cpu"), "torch")
     (layout,) = plan.layouts
     layout.key = layout.key._replace(device=device)
-    return Marks(plan, Counters(None)), layout, plan
+    return Marks(plan, Counters()), layout, plan
 
 
 def test_a_kernel_reads_the_generation_on_the_scales_device_only() -> None:
