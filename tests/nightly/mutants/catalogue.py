@@ -33,7 +33,7 @@ _BITS = "unit/kernels/spike"  # of the kernel and of torch's ops
 _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/step.py": [
         ("            self.began &= by_step  # else it is another attempt\n", ""),
-        ("not (by_step or flag.is_on_host or self.captured)", "not (by_step or flag.is_on_host)", _CAPTURE),
+        ("not (by_step or self.captured)", "not by_step", _CAPTURE),
         ("FAILED: UNSCALED_STAGE}", "FAILED: READY_STAGE}"),
         ("CARRIED: READY_STAGE,", "CARRIED: UNSCALED_STAGE,"),
         ("if self.phase in (UNSCALED, FAILED) and not again:", "if self.phase is UNSCALED and not again:"),
@@ -77,7 +77,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("again = bool(first.step[\"found_inf_per_device\"])", "again = False", _GUARD),
     ],
     "scaler_triton/flag.py": [
-        ("[self.found_inf.item()] if self._summed_over is None else", "[self.found_inf.item()] if True else"),
+        ("        elif self._summed_over is not None:\n            values", "        elif False:\n            values", "gpu/gpu"),
+        ("and not (on_cpu and flag.item() == 0.0)", "and not on_cpu"),
         ("(row[abi.LARGEST] / row[abi.MEASURED_AT]) + _exponent_of(row[abi.MEASURED_AT])", "(row[abi.LARGEST])"),
         ("& (row[abi.LARGEST] > 0)", ""),
         (".amax() - _exponent_of(row[abi.MEASURED_AT])", ".amax()"),
