@@ -306,7 +306,8 @@ def fail_early(scaler: GradScaler, optimizer: Any, error: Exception, *, by_step:
         if together is not None:
             step = scaler._ours.steps.open(optimizer)
             fail(scaler, step, optimizer, error, together)
-            step.began = by_step
+            if by_step:
+                step.raised = scaler._ours.steps.unfinished = True
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
@@ -340,7 +341,7 @@ def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report
     too, and count the step: their counters stay equal.
     """
     ended = (STEPPED, FAILED) if by_check else (STEPPED,)
-    over = [step for step in steps if step.phase in ended or (step.began and step.phase in (UNSCALED, FAILED))]
+    over = [step for step in steps if step.phase in ended or (step.raised and step.phase in (UNSCALED, FAILED))]
     try:
         if any(step["found_inf_per_device"] for step in over):
             guard.update()

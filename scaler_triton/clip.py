@@ -134,7 +134,7 @@ def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, re
     scale = scaler._scale
     with _failure_joins(scaler, parts, request):
         for part in parts:
-            part.step.outcome, part.step.fresh, part.step.began = None, False, False
+            part.step.outcome, part.step.fresh = None, False
         totals = measure(scaler, parts, ranks)
     with _failure_skips(scaler, parts):
         agree_on_norm(scaler, parts, totals, ranks)

@@ -272,27 +272,28 @@ class GradScaler(torch.amp.GradScaler):
         if step.phase is CARRIED:
             step.resume(is_captured(scale))
         step.begin()
-        steps.unfinished += 1
-        if step.phase is FAILED:
-            fused.remove_scale(optimizer, step.owner())
-            step.stepped(True)
-            result = None
-        elif is_fused:
-            result = fused.step_fused(self, step, optimizer, args, kwargs)
-        else:
-            if step.phase is not UNSCALED:
-                if is_replaced(self, "unscale_"):
-                    self.unscale_(optimizer)
-                    step.began = True  # ours takes a call from within `step` for another attempt
-                else:
-                    check(self, step, optimizer, divide=True, by_step=True)
-            if not step["found_inf_per_device"]:
-                raise AssertionError("No inf checks were recorded for this optimizer.")
-            result = self._maybe_opt_step(optimizer, step, *args, **kwargs)
-            if step.outcome is None:  # a subclass's `_maybe_opt_step` does not call ours
-                step.outcome = any_flag(step["found_inf_per_device"].values(), scale.device)
-            step.stepped(step.outcome)
-        steps.unfinished -= 1
+        try:
+            if step.phase is FAILED:
+                fused.remove_scale(optimizer, step.owner())
+                step.stepped(True)
+                result = None
+            elif is_fused:
+                result = fused.step_fused(self, step, optimizer, args, kwargs)
+            else:
+                if step.phase is not UNSCALED:
+                    if is_replaced(self, "unscale_"):
+                        self.unscale_(optimizer)
+                    else:
+                        check(self, step, optimizer, divide=True, by_step=True)
+                if not step["found_inf_per_device"]:
+                    raise AssertionError("No inf checks were recorded for this optimizer.")
+                result = self._maybe_opt_step(optimizer, step, *args, **kwargs)
+                if step.outcome is None:  # a subclass's `_maybe_opt_step` does not call ours
+                    step.outcome = any_flag(step["found_inf_per_device"].values(), scale.device)
+                step.stepped(step.outcome)
+        except BaseException:
+            step.raised = steps.unfinished = True
+            raise
         return result
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> float | None:

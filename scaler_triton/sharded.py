@@ -83,6 +83,8 @@ class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
         Raises: as `GradScaler.scale`.
         """
         if torch.compiler.is_compiling():
+            if self._enabled:
+                self._ours.steps.scaled = True  # Dynamo keeps this write; it could not trace `loss_scaled`
             scaled: Outputs = _torch_sharded.ShardedGradScaler.scale(self, outputs)  # type: ignore[call-overload]
             return scaled
         return super().scale(outputs)

@@ -64,14 +64,14 @@ class OptimizerStep(dict[str, Any]):
     (1) FAILED if gradients had been written, if the error was reported to other ranks, or if the reduction failed.
     (2) FAILED for a fused optimizer that was to divide by itself: it is unknown which gradients it has divided.
     (3) But `clip_grad_norm_(parameters=...)` clips again; the phase stays.
-    (4) READY if `step` began and did not return: the loss belongs to another batch.
+    (4) READY if `step` has raised: the loss belongs to another batch.
 
     Other code may write "stage": the phase then follows it, in `Steps.open`.
     """
 
     __slots__ = (
-        "began", "captured", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome",
-        "owner", "phase", "plan", "reader", "stage", "takes_scaler", "window",
+        "captured", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome", "owner",
+        "phase", "plan", "raised", "reader", "stage", "takes_scaler", "window",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class OptimizerStep(dict[str, Any]):
         self.takes_scaler = False  # whether that takes the scaler as an argument, as older ones do
         self.fresh = False  # whether the running `step` made the check, so that its flag is as it left it
         self.captured = False  # whether the check was recorded into a graph
-        self.began = False  # whether `step` was entered and has not returned
+        self.raised = False  # whether the last call of `step` raised, and nothing was checked since
         self.clipped = False  # whether the gradients were clipped since the last update
 
     def __reduce__(self) -> Any:
@@ -113,7 +113,7 @@ class OptimizerStep(dict[str, Any]):
         """Enter `step`, or raise torch's error if it was already called."""
         if self.phase is STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        self.began, self.fresh = True, False
+        self.raised = self.fresh = False
 
     def checked(self, flag: Flag, flags: Flags, *, divided: bool, by_step: bool = False) -> None:
         """Store the flag that the ranks agreed on after a check, which `divided` or only read; `by_step`: in `step`."""
@@ -121,7 +121,7 @@ class OptimizerStep(dict[str, Any]):
             self.earlier.append(self.flag)
         self.flag, self[_FLAGS], self.fresh = flag, flags, by_step
         if divided:
-            self.began &= by_step  # else it is another attempt
+            self.raised = False
             self.phase = UNSCALED
             self["stage"] = self.stage = UNSCALED_STAGE
             is_read_later = not (by_step or self.captured)
@@ -148,7 +148,7 @@ class OptimizerStep(dict[str, Any]):
     def failed(self, home: torch.device | None) -> None:
         """Set the flag on each parameter's device, else on `home`; None keeps the agreed flag, for equal scales."""
         self._enter(FAILED)  # first, in case no flag can be made below
-        self.outcome = None
+        self.raised, self.outcome = False, None
         if home is None:
             return
         self.flag, self[_FLAGS] = None, {}
@@ -162,7 +162,7 @@ class OptimizerStep(dict[str, Any]):
         """Leave `step`."""
         self.phase = STEPPED
         self["stage"] = self.stage = STEPPED_STAGE
-        self.outcome, self.began, self.fresh = outcome, False, False
+        self.outcome, self.fresh = outcome, False
 
     def reset(self) -> None:
         """Begin the next step: its gradients are scaled and have not been checked."""
@@ -171,12 +171,12 @@ class OptimizerStep(dict[str, Any]):
         self[_FLAGS] = {}
         if self.earlier:
             self.earlier = []
-        self.kept, self.reader, self.began, self.fresh, self.clipped = {}, None, False, False, False
+        self.kept, self.reader, self.raised, self.fresh, self.clipped = {}, None, False, False, False
 
     def adopt(self) -> None:
         """Follow a stage that other code has written."""
         self.phase, self.stage = _PHASES.get(self["stage"], READY), self["stage"]
-        self.fresh = self.began = False
+        self.fresh = self.raised = False
 
     def own_flag(self, exposed: bool) -> Flag | None:
         """Return the flag, or None if other code had access (`exposed`) and the step no longer holds that flag."""
@@ -189,14 +189,15 @@ class OptimizerStep(dict[str, Any]):
 class Steps(dict[Any, Any]):
     """The steps of a scaler's optimizers, by the ids of these and of their wrappers: `_per_optimizer_states`."""
 
-    __slots__ = ("__weakref__", "counters", "exposed", "measures", "replayed", "requested", "unfinished")
+    __slots__ = ("__weakref__", "counters", "exposed", "measures", "replayed", "requested", "scaled", "unfinished")
 
     def __init__(self, counters: Counters, requested: str) -> None:
         self.counters, self.requested = counters, requested  # the scaler's counters and the requested backend
         self.measures = False  # whether checks measure gradients
-        self.unfinished = 0  # how many steps are CARRIED, or began and did not return: `scale` resets them
+        self.unfinished = False  # whether a step is CARRIED, or has raised: `scale` resets them
         self.exposed = False  # whether other code has seen the steps: it may write flags at any time
         self.replayed = False  # whether graphs may write gradients without a call of `scale`
+        self.scaled = False  # whether compiled code has scaled a loss, which `open` has not yet heard of
 
     def __missing__(self, key: Any) -> OptimizerStep:
         step = self[key] = OptimizerStep()
@@ -204,6 +205,8 @@ class Steps(dict[Any, Any]):
 
     def open(self, optimizer: Any) -> OptimizerStep:
         """Return the step of an optimizer, or of the one in a wrapper; it is made if there is none."""
+        if self.scaled:
+            self.loss_scaled()
         step = self.get(id(optimizer))
         if type(step) is OptimizerStep:
             handle = step.handles.get(id(optimizer))
@@ -234,7 +237,7 @@ class Steps(dict[Any, Any]):
         return list({id(step): step for step in [*self.values()] if type(step) is OptimizerStep}.values())
 
     def loss_scaled(self) -> None:
-        """Make steps READY that are CARRIED, or divided and did not return from `step`: a new loss is being scaled."""
+        """Make steps READY that are CARRIED, or divided when `step` raised: a new loss is being scaled."""
         for step in self.all():
             if step["stage"] is not step.stage:
                 step.adopt()
@@ -242,9 +245,9 @@ class Steps(dict[Any, Any]):
                 flags = step[_FLAGS]  # a caller has checked the gradients since the update
                 step.reset()
                 step[_FLAGS] = flags
-            elif step.began and step.phase in (UNSCALED, FAILED):
+            elif step.raised and step.phase in (UNSCALED, FAILED):
                 step.reset()
-        self.unfinished = 0
+        self.unfinished = self.scaled = False
 
     def keep_unstepped(self, *, only_clipped: bool = False) -> None:
         """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set."""
@@ -256,7 +259,7 @@ class Steps(dict[Any, Any]):
 
     def close(self, captured: bool) -> None:
         """End an update: each step becomes READY, or CARRIED if it was unscaled and not stepped."""
-        self.unfinished = 0
+        self.unfinished = False
         for key, step in [*self.items()]:
             if type(step) is not OptimizerStep or step.owner() is None:
                 del self[key]  # other code has put it here, or its optimizer is freed
@@ -269,7 +272,7 @@ class Steps(dict[Any, Any]):
             if phase is CARRIED or (kept and phase in (UNSCALED, FAILED) and (captured or not self.replayed)):
                 step.kept = kept
                 step._enter(CARRIED)
-                self.unfinished += 1
+                self.unfinished = True
 
     def replaced_by(self, states: Mapping[Any, Any]) -> Steps:
         """Return the registry for assigned `states`: `states` itself if it is one; this one stays as it is.
@@ -308,7 +311,7 @@ class Steps(dict[Any, Any]):
             if given is None or (owner is not None and any(id(each) in given for each in parameters_of(owner))):
                 step.reset()
         if given is None:
-            self.unfinished = 0
+            self.unfinished = False
 
     def outcome(self, optimizer: Any) -> bool | Tensor | None:
         """Return whether the last step was skipped, or a copy of its flag on the device; None if unknown."""

@@ -2,11 +2,12 @@
 
 import inspect
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from compile_cases import OPTIMIZERS, fresh_compiler, fresh_net, in_parts, ours, run, theirs, whole_step
-from helpers import PLACES, Place, assert_all_same
+from helpers import PLACES, Place, assert_all_same, sgd, started, values
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
@@ -105,3 +106,23 @@ def test_a_full_graph_scales_a_loss_as_with_torchs_sharded_scaler() -> None:
         with fresh_compiler():
             compiled = torch.compile(scaler.scale, backend="eager", fullgraph=True)
             assert compiled(torch.ones(())).item() == loss.item() == 8.0
+
+
+@pytest.mark.parametrize("before", ["carried", "dropped", "raised"])
+def test_a_loss_scaled_in_compiled_code_begins_a_step(before: str, two_ranks: None) -> None:
+    """What was divided before it is over (differences 18 and 23), and what is divided after it waits for its step."""
+    optimizer, scaler = sgd([torch.tensor([8.0])]), started(ShardedGradScaler, "cpu", init_scale=4.0)
+    with fresh_compiler():
+        scale = torch.compile(scaler.scale, backend="eager", fullgraph=True)
+        scale(torch.ones(()))
+        if before == "raised":
+            with mock.patch.object(optimizer, "step", side_effect=MemoryError), pytest.raises(MemoryError):
+                scaler.step(optimizer)
+        else:
+            scaler.unscale_(optimizer)
+            scaler.update()
+        if before != "carried":
+            scale(torch.ones(()))
+            optimizer.param_groups[0]["params"][0].grad.fill_(8.0)
+        scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]

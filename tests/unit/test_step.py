@@ -309,6 +309,42 @@ def test_after_a_step_that_failed_the_next_loss_has_gradients_of_its_own(cls: ty
     assert values(optimizer) == [-1.0]
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_that_is_scaled_while_the_optimizer_steps_ends_nothing(fused: bool) -> None:
+    """As by SAM's closure. A later loss does end a step that has raised, with such a loss or without."""
+    optimizer, scaler = sgd([torch.tensor([8.0])], fused=fused), started(GradScaler, "cpu", init_scale=SCALE)
+    own, fails = optimizer.step, [False, True, False]
+
+    def step(*args: Any) -> None:
+        scaler.scale(torch.ones(()))
+        if fails.pop(0):
+            raise MemoryError
+        own()
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (values(optimizer), scaler.stats().updates) == ([-1.0], 1)
+    for _ in range(2):
+        scaler.scale(torch.ones(()))
+        optimizer.param_groups[0]["params"][0].grad.fill_(8.0)
+        scaler.unscale_(optimizer)
+        with suppress(MemoryError):
+            scaler.step(optimizer)
+    assert values(optimizer) == [-2.0]
+
+
+def test_a_second_try_that_fails_after_writes_is_skipped_whatever_is_scaled() -> None:
+    scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
+    for fails in (call("step", fails="check"), call("unscale_", fails="unscale_batch_", after=True)):
+        with pytest.raises(MemoryError):
+            fails(scaler, optimizer)
+    scale(scaler)
+    scaler.step(optimizer)
+    assert (values(optimizer), scaler.was_skipped(optimizer)) == ([0.0], True)
+
+
 def test_gradients_that_were_unscaled_after_a_step_that_failed_stay_so_whatever_is_scaled() -> None:
     """The step has checked nothing, and what is scaled later may be the loss of another optimizer."""
     scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()

@@ -77,7 +77,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("again = bool(first.step[\"found_inf_per_device\"])", "again = False", _GUARD),
     ],
     "scaler_triton/flag.py": [
-        ("        elif self._summed_over is not None:\n            values", "        elif False:\n            values", "gpu/gpu"),
         ("and not (on_cpu and flag.item() == 0.0)", "and not on_cpu"),
         ("(row[abi.LARGEST] / row[abi.MEASURED_AT]) + _exponent_of(row[abi.MEASURED_AT])", "(row[abi.LARGEST])"),
         ("& (row[abi.LARGEST] > 0)", ""),
