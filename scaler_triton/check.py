@@ -86,23 +86,26 @@ class Ours:
         return self.policies[device]
 
 
-def check(scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool = False) -> None:
+def check(
+    scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool = False, judge: bool = True
+) -> None:
     """Check an optimizer's gradients, divide them by the scale if asked to, and agree with the other ranks.
 
-    A guard's are never divided, as its scale is 1; one that looks for spikes judges their norm, from the same pass.
-    With `by_step` the call comes from `scaler.step`, which uses the flag at once.
+    A guard's are never divided, as its scale is 1; one that looks for spikes judges their norm, from the same pass,
+    unless it is not to `judge`. With `by_step` the call comes from `scaler.step`, which uses the flag at once.
     """
     ours, scale = scaler._ours, scaler._scale
+    by_norm = ours.by_norm and judge
     step.outcome = None
     together: Ranks | None = None
     try:
-        if ours.by_norm:
+        if by_norm:
             open_window(scaler, step)
         plan = ours.steps.plan(step, optimizer)
         plan.written, plan.marks.resumed = False, {}
         if plan.is_distributed or ours.sharded or scaler.process_group is not None:
             together = ranks_of(scaler, plan)
-        if ours.by_norm:
+        if by_norm:
             part = Part(optimizer, step, plan, replicas_in(plan, together, None, guess=True))
             totals = measure(scaler, [part], together)
             flag, flags = part.flag, part.flags
@@ -117,19 +120,19 @@ def check(scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bo
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
             flag.add(flags.values())
-        if together is not None and not ours.by_norm:
+        if together is not None and not by_norm:
             numbers = flag.numbers(scale)
     except BaseException as error:
-        fail(scaler, step, optimizer, error, together)
+        fail(scaler, step, optimizer, error, together, by_norm=by_norm)
         raise
     try:
-        if ours.by_norm:
+        if by_norm:
             agree_on_norm(scaler, [part], totals, together)
         elif together is not None:
             flag.agree(numbers, together)
         if only_here and plan.devices == [flag.device]:
             agreed = flags
-        elif together is None and len(flags) == 1 and plan.devices == [*flags] and not ours.by_norm:
+        elif together is None and len(flags) == 1 and plan.devices == [*flags] and not by_norm:
             agreed = {device: as_flag(found_inf, device) for device, found_inf in flags.items()}  # it is there already
         else:
             agreed = flags_on(scaler, flag, flags, plan, together)
@@ -265,8 +268,21 @@ def has_flag(scaler: GradScaler, checked: Flags, together: Ranks | None) -> bool
     return bool(checked or together) or (scaler._ours.sharded and ranks.is_in_a_group(scaler.process_group))
 
 
+def resume(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
+    """Continue a CARRIED step. A guard looks at the gradients again: nothing tells it of a batch that came since."""
+    if scaler._ours.guard is not None:
+        check(scaler, step, optimizer, divide=False, judge=False)
+    step.resume(is_captured(scaler._scale))
+
+
 def fail(
-    scaler: GradScaler, step: OptimizerStep, optimizer: Any, error: BaseException, together: Ranks | None = None
+    scaler: GradScaler,
+    step: OptimizerStep,
+    optimizer: Any,
+    error: BaseException,
+    together: Ranks | None = None,
+    *,
+    by_norm: bool | None = None,
 ) -> None:
     """Report an error, unless it is an interrupt, to the other ranks, which wait in the reduction of a check.
 
@@ -281,7 +297,8 @@ def fail(
     finally:  # even if that raises: the others wait in the reduction
         if told is not None:
             measures = scaler._ours.steps.measures
-            sums = failed_sums(measures) if measures or scaler._ours.by_norm else None
+            by_norm = scaler._ours.by_norm if by_norm is None else by_norm
+            sums = failed_sums(measures) if measures or by_norm else None
             report_failure(told, scaler._scale.device, by_sums=sums)
 
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.cuda.amp import common
 
 from scaler_triton import clip, fused, passes, policy, ranks, report, update
-from scaler_triton.check import Ours, check, is_replaced, methods_of, require_scale
-from scaler_triton.dispatch import check_backend, is_captured, refuse_capture, skip_tracing, stacklevel
+from scaler_triton.check import Ours, check, is_replaced, methods_of, require_scale, resume
+from scaler_triton.dispatch import check_backend, refuse_capture, skip_tracing, stacklevel
 from scaler_triton.flag import Flag, Flags, any_flag
 from scaler_triton.headroom import Headroom
 from scaler_triton.kernels.abi import MAX_SCALE, STATUS
@@ -270,7 +270,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
         step = steps.open(optimizer)
         if step.phase is CARRIED:
-            step.resume(is_captured(scale))
+            resume(self, step, optimizer)
         step.begin()
         try:
             if step.phase is FAILED:
@@ -674,7 +674,7 @@ def is_unscaled(scaler: GradScaler, optimizer: Any) -> bool:
     """Return whether the gradients were unscaled, by a guard checked, in this step or before the last update."""
     step = scaler._ours.steps.open(optimizer)
     if step.phase is CARRIED:
-        step.resume(is_captured(scaler._scale))
+        resume(scaler, step, optimizer)
     return step.phase in (UNSCALED, FAILED)
 
 

@@ -7,7 +7,7 @@ import pytest
 import strategies as draw
 import torch
 from fuzz_profile import Chunk, cases, settings_for
-from grads import parameters_of, together
+from grads import gradients_of, parameters_of, together
 from hypothesis import assume, seed
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
@@ -35,7 +35,7 @@ class GuardSpecification(Specification):
     """A guard by its docstring: a scaler whose scale stays 1, and which skips spikes.
 
     An update may be left out: what comes after a step, or after one that raised, begins the next one. A step that was
-    unscaled lasts over an update only if it was clipped, too.
+    unscaled lasts over an update only if it was clipped, too, and then skips if its gradients are no longer finite.
     """
 
     allows_fp16 = True
@@ -96,6 +96,9 @@ class GuardSpecification(Specification):
 
     def _resume(self, optimizer: Any) -> None:
         was_clipped = id(optimizer) in self._carried
+        if was_clipped:  # a batch may have come since, of which nothing has told
+            bad = not all(gradient.to_dense().isfinite().all() for gradient in gradients_of(optimizer))
+            self._carried[id(optimizer)] = self._carried[id(optimizer)] or bad
         super()._resume(optimizer)
         if was_clipped:
             self._per_optimizer_states[id(optimizer)]["clipped"] = True

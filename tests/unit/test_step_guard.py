@@ -142,6 +142,22 @@ def test_what_was_clipped_together_stays_so_over_an_update(place: Place, bad: fl
 
 
 @PLACES
+@pytest.mark.parametrize("sigma", [None, 3.0])
+def test_what_was_clipped_before_an_update_is_looked_at_again(place: Place, sigma: float | None) -> None:
+    """It may be the gradient of a later batch, of which nothing tells a guard; its norm is not judged twice."""
+    guard, optimizer = guard_on(place, spike_sigma=sigma, window=4), sgd([torch.ones(1)], place.device)
+    for number, skips in ((2.0, False), (NAN, True)):
+        give(optimizer, 2.0)
+        guard.clip_grad_norm_(optimizer, 1.0)
+        guard.update()
+        give(optimizer, number)
+        guard.step(optimizer)
+        guard.update()
+        assert guard.was_skipped(optimizer) is skips
+    assert guard.state_dict()[KEY].get("windows", []) == ([] if sigma is None else [[2.0, 2.0]])
+
+
+@PLACES
 def test_a_check_that_is_made_again_judges_one_step(place: Place) -> None:
     guard, optimizer = guard_on(place, spike_sigma=3.0, window=4), sgd([torch.ones(1)], place.device)
     for _ in range(3):
