@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -382,7 +383,8 @@ class GradScaler(torch.amp.GradScaler):
             prefix: of each name.
 
         Returns: by name `scale`, `updates`, `skipped`, `skip_share` (skipped / updates), `growths`, `backoffs` and
-            `spikes`, as floats; with `measure=True` also `largest`, `bits`, `zeros` and `subnormal` of `headroom`.
+            `spikes`, as floats; with `measure=True` also `largest`, `bits`, `zeros` and `subnormal` of `headroom`, but
+            no number that is infinite.
         """
         if not self._enabled:
             return {}
@@ -396,7 +398,7 @@ class GradScaler(torch.amp.GradScaler):
         if ours.steps.measures:
             known |= asdict(self.headroom(wait=False))
             names += ["largest", "bits", "zeros", "subnormal"]
-        return {f"{prefix}{name}": float(known[name]) for name in names}
+        return {f"{prefix}{name}": float(known[name]) for name in names if math.isfinite(known[name])}
 
     def attempts(self, optimizer: Any, *, max_attempts: int = 8) -> Iterator[int]:
         """Repeat a batch whose step was skipped, at the lower scale, instead of losing it.
@@ -420,10 +422,15 @@ class GradScaler(torch.amp.GradScaler):
         most = policy.check_number("max_attempts", max_attempts)
 
         def repeat() -> Iterator[int]:
+            steps = self._ours.steps
             for attempt in range(1, most + 1):
-                self._ours.steps.open(optimizer).outcome = None
+                before = steps.outcome(optimizer)
+                if isinstance(before, bool):  # as a tensor it differs from that of a step in the body
+                    before = torch.tensor(before, device="cpu")
+                steps.open(optimizer).outcome = before
                 yield attempt
-                if self._ours.steps.open(optimizer).outcome is None or not self.was_skipped(optimizer):
+                outcome = steps.open(optimizer).outcome
+                if outcome is None or outcome is before or not self.was_skipped(optimizer):
                     return
 
         return repeat()

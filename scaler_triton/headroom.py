@@ -44,14 +44,16 @@ class Headroom:
         if not self.seen:
             return "no gradients were measured yet"
         many = f"{self.seen / 1e6:.3g} M gradients" if self.seen >= 1e6 else count_of(self.seen, "gradient")
-        if self.bits == math.inf:
+        if self.zeros == 1.0:
             return f"all of {many} are zero"
+        if self.bits == math.inf:
+            return f"{self.zeros:.1%} of {many} are zero, no other is finite".replace("%", " %")
         shares = f"{self.zeros:.1%} of {many} are zero, {self.subnormal:.1%} subnormal"
         if self.bits >= _SPARE_BITS and self.subnormal >= _LOST:
             advice = "a larger scale would help"
         else:
             advice = "the scale fits" if self.bits >= 1.0 else "an overflow is near"
-        return f"{self.bits:.0f} bits of headroom, {shares}: {advice}".replace("%", " %")
+        return f"{count_of(round(self.bits), 'bit')} of headroom, {shares}: {advice}".replace("%", " %")
 
 
 class Reader:

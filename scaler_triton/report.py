@@ -178,6 +178,7 @@ class OverflowReport:
             rows = [(str(each.rank), one_line(each.name), each.kinds, str(each.numel)) for each in self.bad]
             lines = [f"{when}: {count_of(len(self.bad), 'bad gradient')} on {where}."]
             lines += table([("rank", "parameter", "holds", "numel"), *rows], "><<>")
+            lines += [f"Another optimizer: {spike}." for spike in self.spikes]
         return "\n".join([*lines, *(f"Not covered: {text}." for text in self.not_covered)])
 
 

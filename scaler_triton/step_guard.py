@@ -108,6 +108,11 @@ class StepGuard(GradScaler):
         report = partial(fail_early, self, optimizer, by_step=not by_check)
         begin_anew(self, [self._ours.steps.open(optimizer)], report, by_check=by_check)
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._enabled and not self._ours.steps.awaiting():  # a step that is over waits for no update
+            begin_anew(self, self._ours.steps.all(), lambda error: None, by_check=False)
+        return super().__getstate__()
+
     def set_limits(self, **changes: Any) -> None:
         """Change `max_consecutive_skips`, from the next update on; TypeError for another name."""
         if changes.keys() - {"max_consecutive_skips"}:

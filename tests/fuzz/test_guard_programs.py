@@ -212,7 +212,9 @@ class GuardPrograms(TwoWorlds):
     @rule(how=st.sampled_from(list(COPIES)))
     def become_a_copy(self, how: str) -> None:
         model = self.theirs.scaler
-        if not model._carried and all(map(is_ready, model._per_optimizer_states.values())):
+        states = model._per_optimizer_states
+        if not model._carried and all(is_ready(each) or each["stage"] is OptState.STEPPED for each in states.values()):
+            model._begin_anew([each for each in self.theirs.optimizers if not is_ready(states[id(each)])])
             self.ours.scaler = COPIES[how](self.ours.scaler)
             self.theirs.scaler = model.copied(model.length)
             self.compare()

@@ -84,7 +84,10 @@ def test_an_attempt_that_does_not_step_is_the_last() -> None:
     assert [*scaler.attempts(optimizer)] == [1]
     scaler.step(optimizer)
     scaler.update()
-    assert [*scaler.attempts(optimizer)] == [1]  # the step before it was skipped, but was not in the loop
+    for _ in scaler.attempts(optimizer):  # the step before it was skipped, but was not in the loop
+        assert scaler.was_skipped(optimizer)
+    assert [*scaler.attempts(optimizer)] == [1]
+    assert scaler.was_skipped(optimizer)
     for number in (0, 1.5):
         with pytest.raises((ValueError, TypeError), match=f"max_attempts must be an int.*, got {number}"):
             scaler.attempts(optimizer, max_attempts=number)
@@ -150,7 +153,7 @@ def test_a_carried_step_begins_anew_where_only_one_of_the_two_is_captured(captur
     scaler.unscale_(optimizer)
     scaler.update()
     scaler._ours.steps.open(optimizer).captured = captured[0]
-    with mock.patch.object(grad_scaler, "is_captured", return_value=captured[1]):
+    with mock.patch.object(check, "is_captured", return_value=captured[1]):
         scaler.step(optimizer)
     assert values(optimizer) == [-0.25]
 

@@ -93,6 +93,7 @@ def test_without_measuring_it_raises() -> None:
 
 def test_metrics_have_what_was_measured() -> None:
     scaler = started(GradScaler, "cpu", measure=True, init_scale=2.0)
+    assert all(map(math.isfinite, scaler.metrics().values()))
     optimizer = sgd([torch.tensor([8.0, 0.0, 2.0**-20, 2.0**-15])])
     scaler.step(optimizer)
     scaler.update()
@@ -107,7 +108,12 @@ SENTENCES = [
     (Headroom(1.0, 11.2, 0.5, 0.0, 5), "50.0 % of 5 gradients are zero, 0.0 % subnormal: the scale fits"),
     (Headroom(1.0, 2.4, 0.0, 0.2, 5), "the scale fits"),
     (Headroom(1.0, 0.4, 0.0, 0.2, 5), "0 bits of headroom, 0.0 % of 5 gradients are zero, 20.0 % subnormal: an overf"),
+    (
+        Headroom(1.0, 1.2, 0.0, 0.2, 5),
+        "1 bit of headroom, 0.0 % of 5 gradients are zero, 20.0 % subnormal: the scale fits",
+    ),
     (Headroom(0.0, INF, 1.0, 0.0, 1), "all of 1 gradient are zero"),
+    (Headroom(0.0, INF, 0.25, 0.0, 4), "25.0 % of 4 gradients are zero, no other is finite"),
 ]
 
 

@@ -250,14 +250,17 @@ rank  parameter      holds  numel
 ----  -------------  -----  -----
    1  up?[2J weight  NaN        3"""
 LONGER = f"{TABLE}\n   0  b              Inf       12"
+AND_SPIKE = f"{TABLE}\nAnother optimizer: spike: norm 41.2, limit 7.9."
 READS = [
     (OverflowReport(None, (), True), "No step was skipped."),
     (OverflowReport(None, (), True, ("rank 0 raised",)), "No step was skipped.\nNot covered: rank 0 raised."),
     (OverflowReport(2, (), True), "The last skip, at update 2: nothing known on any rank."),
     (OverflowReport(None, (), False, pending=True), "The last skip: nothing known on this rank; ask with gather=True."),
     (OverflowReport(3, (), True, spikes=SPIKES), "The last skip, at update 3: spike: norm 41.2, limit 7.9."),
-    # The spike is another optimizer's.
-    (OverflowReport(3, (BAD,), True, spikes=SPIKES), f"The last skip, at update 3: 1 bad gradient on rank 1.{TABLE}"),
+    (
+        OverflowReport(3, (BAD,), True, spikes=SPIKES),
+        f"The last skip, at update 3: 1 bad gradient on rank 1.{AND_SPIKE}",
+    ),
     (OverflowReport(39, (BAD, OTHER), True), f"The last skip, at update 39: 2 bad gradients on ranks 0-1.{LONGER}"),
 ]
 
