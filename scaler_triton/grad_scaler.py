@@ -336,8 +336,8 @@ class GradScaler(torch.amp.GradScaler):
             if state["found_inf_per_device"]:
                 checked.append(state)
         captured = scale.is_cuda and torch.cuda.is_current_stream_capturing()
-        if unstepped:  # a guard, whose callers may leave `scale` out, checks again what was not clipped
-            ours.steps.keep_unstepped(only_clipped=ours.guard is not None)
+        if unstepped:
+            ours.steps.keep_unstepped(for_guard=ours.guard is not None)
         if new_scale is not None:
             update.set_scale(self, new_scale, checked)
         elif not checked:

@@ -249,12 +249,15 @@ class Steps(dict[Any, Any]):
                 step.reset()
         self.unfinished = self.scaled = False
 
-    def keep_unstepped(self, *, only_clipped: bool = False) -> None:
-        """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set."""
+    def keep_unstepped(self, *, for_guard: bool = False) -> None:
+        """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set.
+
+        A guard, whose callers may leave `scale` out, carries only what was clipped, and nothing that raised.
+        """
         copies = {UNSCALED: torch.clone, FAILED: torch.ones_like}
         for step in self.all():
             if step.phase in copies:
-                kept = {} if only_clipped and not step.clipped else step[_FLAGS]
+                kept = {} if for_guard and (step.raised or not step.clipped) else step[_FLAGS]
                 step.kept = {device: copies[step.phase](flag) for device, flag in kept.items()}
 
     def close(self, captured: bool) -> None:

@@ -105,7 +105,10 @@ class GuardSpecification(Specification):
 
     def _unstepped(self) -> dict[int, bool]:
         unstepped = super()._unstepped()
-        return {key: flag for key, flag in unstepped.items() if self._per_optimizer_states[key].get("clipped")}
+        states = self._per_optimizer_states
+        return {
+            key: flag for key, flag in unstepped.items() if states[key].get("clipped") and not states[key].get("began")
+        }
 
     def _begin_anew(self, optimizers: Sequence[Any]) -> None:
         """Update if the last step of one of them is over, and none was made since."""
