@@ -21,6 +21,7 @@ from torch import Tensor
 
 from scaler_triton.dispatch import is_captured, refuse_capture, sync_allowed
 from scaler_triton.kernels import abi
+from scaler_triton.kernels.abi import FAILED, FLAG
 from scaler_triton.ranks import Ranks
 from scaler_triton.torch_ops import combine_, host_memory
 
@@ -75,7 +76,7 @@ class Flag:
         self.status, self.rows, self.row = status, rows, row
         self.measured = measured  # what the last check has measured, fp64 [MEASURED_ROW]; None: it does not measure
         self.device = status.device
-        self.found_inf = status[abi.FLAG]
+        self.found_inf = status[FLAG]
         self.cleared = False  # whether flag and failure are known to be zero
         self.saved = False  # whether an update has copied the flag into `rows.last_flags`
         self.shared = False  # whether it is the flag of several optimizers, which were clipped together
@@ -89,13 +90,14 @@ class Flag:
     def clear(self, captured: bool = False) -> None:
         """Clear the status for a new check; always in a capture, as each replay follows another step."""
         if self._memory is not None:
-            self._memory[abi.FLAG] = self._memory[abi.FAILED] = 0.0
-        elif captured or not self.cleared:
-            self.status.zero_()
+            self._memory[FLAG] = self._memory[FAILED] = 0.0
+        else:
+            if captured or not self.cleared:
+                self.status.zero_()
+            self.cleared = self.saved = self._copied = False
         if self.measured is not None:
             self.measured.zero_()
-        self.cleared = self.saved = self.shared = self._copied = False
-        self._summed_over = None
+        self.shared, self._summed_over = False, None
 
     def add(self, flags: Iterable[Tensor]) -> None:
         """Set the flag if any of `flags` is set, which are on other devices or were returned by an override."""
@@ -106,7 +108,7 @@ class Flag:
 
     def is_set(self) -> bool:
         """Return whether the flag is set, waiting for its device."""
-        return bool(self.found_inf.item() if self._memory is None else self._memory[abi.FLAG])
+        return (self.found_inf.item() if self._memory is None else self._memory[FLAG]) != 0.0
 
     def share(self, overflows: Tensor) -> None:
         """Set the flag to 1.0 if `overflows`, that of optimizers which are clipped together, is not 0, else to 0.0."""
@@ -170,7 +172,7 @@ class Flag:
         if self._summed_over is not None:
             self._raise_if_apart(values)
         if values is not None and (fresh or (len(flags) == 1 and flags.get(self.device) is self.found_inf)):
-            return values[abi.FLAG] != 0.0  # NaN is set, too
+            return values[FLAG] != 0.0  # NaN is set, too
         return any(flag.item() != 0.0 for flag in flags.values())
 
     def last(self) -> bool:
@@ -185,7 +187,7 @@ class Flag:
 
     def _raise_if_apart(self, values: Any) -> None:
         """Raise if the agreed status shows a failed rank or different scales."""
-        if values[abi.FAILED]:
+        if values[FAILED]:
             raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
         scale, other = values[abi.SCALE], values[abi.EXCESS]
         if self._summed_over:

@@ -170,12 +170,13 @@ class GradScaler(torch.amp.GradScaler):
         ours, scale = self._ours, self._scale
         if ours.steps.unfinished:
             ours.steps.loss_scaled()
-        if scale is not None and scale.is_cuda and torch.cuda.is_current_stream_capturing():
-            ours.steps.replayed = True  # each replay writes gradients without a call of this method
-        if isinstance(outputs, Tensor) and scale is not None and scale.device == outputs.device:
-            product: Any = outputs * scale
-            scaled: Outputs = product.type(outputs.dtype) if ours.sharded else product
-            return scaled
+        if scale is not None:
+            if scale.is_cuda and torch.cuda.is_current_stream_capturing():
+                ours.steps.replayed = True  # each replay writes gradients without a call of this method
+            if isinstance(outputs, Tensor) and scale.device == outputs.device:
+                product: Any = outputs * scale
+                scaled: Outputs = product.type(outputs.dtype) if ours.sharded else product
+                return scaled
         scaled = super().scale(outputs)  # type: ignore[call-overload]
         return scaled
 
@@ -596,7 +597,7 @@ class GradScaler(torch.amp.GradScaler):
         flag.found_inf.copy_(found_inf)
         plan.written = False
         batches = plan.collect(allow_fp16=allow_fp16)
-        return passes.check(plan, batches, inv_scale, flag, divide=True, inverse=True)[0]
+        return passes.check(plan, batches, inv_scale.to(flag.device), flag, divide=True, inverse=True)[0]
 
     def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
         """Check the optimizer's gradients without writing them, and return the agreed flag on every device.

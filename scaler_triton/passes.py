@@ -42,7 +42,7 @@ def check(
 
     Args:
         batches: what `plan.collect` returned.
-        scale: one element, any device; with `inverse` it is 1 / scale.
+        scale: one element, on the device of `flag`; with `inverse` it is 1 / scale.
         weights: of the norm, for each batch as of `norm_batch`; None: no norm.
 
     Returns: the flag of each device that holds gradients: on the device of `flag` its `found_inf`; and with `weights`
@@ -50,29 +50,32 @@ def check(
     """
     flags: Flags = {}
     totals: list[Tensor] = []
-    for number, batch in enumerate(batches):
+    for batch in batches:
         layout = batch.layout
         device, on_torch = layout.key.device, (layout.backend if weights is None else layout.clips) == "torch"
         at_home = device == flag.device
         found_inf = flags.get(device)
         if found_inf is None:
             found_inf = flags[device] = flag.found_inf if at_home else torch.zeros_like(flag.found_inf, device=device)
-        measured = None if flag.measured is None or batch.is_partial else flag.measured
-        if measured is not None and not at_home:
-            measured = torch.zeros_like(measured, device=device)
+        measured = flag.measured
+        if measured is not None:
+            measured = None if batch.is_partial else measured if at_home else torch.zeros_like(measured, device=device)
         measures = measured is not None
-        if measured is not None and on_torch:
-            torch_ops.measure(batch.present, measured)
-        to_be_marked = on_torch and found_inf.is_cpu and layout.key.plain  # subclasses may lack the ops to find marks
-        if not on_torch:
+        if on_torch:
+            if measured is not None:
+                torch_ops.measure(batch.present, measured)
+            to_be_marked = layout.marked_on_host
+        else:
+            to_be_marked = False
             plan.marks.follow(layout, flag.device)
         if weights is not None:
             here = fp32_on(device, scale)
-            totals.append(norm_batch(batch, here, found_inf, weights[number], measures=measures).to(flag.device))
+            total = norm_batch(batch, here, found_inf, weights[len(totals)], measures=measures)
+            totals.append(total.to(flag.device))
         elif not divide or batch.is_partial:
             check_batch(batch, found_inf, measures=measures)
         else:
-            here = scale if scale.device == device and scale.dtype is torch.float32 else fp32_on(device, scale)
+            here = scale if at_home and scale.dtype is torch.float32 else fp32_on(device, scale)
             if on_torch and not inverse:
                 here = plan.inverse.of(here)
             if to_be_marked and (abs(here.item()) > 1.0 if inverse else plan.inverse.enlarges):

@@ -50,6 +50,8 @@ class Layout:
         self.backend: Backend | None = None  # None: not chosen yet
         self.clips: Backend | None = None  # the same, for norms and clipping
         self.tables: dict[str, GradTable] = {}  # for kernels, by pass
+        # Whether Python finds the marks of what torch's ops check; subclasses may lack the ops for that.
+        self.marked_on_host = key.plain and key.device.type == "cpu"
         self.generation: Tensor | None = None  # the skip count that kernels mark with, on the device; None: no marks
         self.weights: tuple[Any, list[float] | None] | None = None  # replica counts, and each slot's weight in a norm
 

@@ -162,16 +162,16 @@ class OptimizerStep(dict[str, Any]):
         """Leave `step`."""
         self.phase = STEPPED
         self["stage"] = self.stage = STEPPED_STAGE
-        self.outcome, self.fresh = outcome, False
+        self.outcome = outcome
 
     def reset(self) -> None:
         """Begin the next step: its gradients are scaled and have not been checked."""
         self.phase = READY
         self["stage"] = self.stage = READY_STAGE
         self[_FLAGS] = {}
-        if self.earlier:
-            self.earlier = []
-        self.kept, self.reader, self.raised, self.fresh, self.clipped = {}, None, False, False, False
+        if self.earlier or self.kept:
+            self.earlier, self.kept = [], {}
+        self.reader, self.raised, self.fresh, self.clipped = None, False, False, False
 
     def adopt(self) -> None:
         """Follow a stage that other code has written."""
@@ -225,8 +225,10 @@ class Steps(dict[Any, Any]):
     def plan(self, step: OptimizerStep, optimizer: Any) -> GradPlan:
         """Return the plan of the optimizer's gradients, a new one if its parameters changed."""
         groups, plan = optimizer.param_groups, step.plan
-        only = type(groups) is list and len(groups) == 1
-        parameters = groups[0]["params"] if only else [each for group in groups for each in group["params"]]
+        if type(groups) is list and len(groups) == 1:
+            parameters = groups[0]["params"]
+        else:
+            parameters = [each for group in groups for each in group["params"]]
         if plan is None or not plan.matches(parameters):
             plan = step.plan = GradPlan(parameters, self.requested, measures=self.measures)
             plan.marks = Marks(plan, self.counters)

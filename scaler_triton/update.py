@@ -389,7 +389,8 @@ def update_on_host_(
                 value = before * growth_factor
         elif good <= abi.MAX_TRACKER:
             tracker[0] = good
-    value = min(value, limits.max_scale) if value > limits.min_scale else limits.min_scale  # that for NaN
+    if not limits.min_scale <= value <= limits.max_scale:
+        value = limits.clamp(value)
     if value == before:
         increment_version(scale)  # as if the same value was written, which torch's op does
         return
