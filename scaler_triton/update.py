@@ -308,6 +308,8 @@ def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> Non
         counters = ours.counters.on(scale.device)
         found_inf = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), scale.device)
         counters.copy_(_counted(counters, found_inf != 0, scale, scale, keeps_strikes=True))
+    if ours.headroom is not None:  # an overflow before was perhaps none of the scale's making
+        ours.headroom.on(scale.device)[abi.CAP].clamp_(min=number)
     scale.fill_(number)
     ours.lagging = LaggingCounters()  # skips before it no longer count
 

@@ -371,6 +371,19 @@ def test_the_scale_goes_where_the_gradients_leave_two_bits(place: Place) -> None
 
 
 @PLACES
+def test_a_scale_that_is_set_lifts_the_cap(place: Place) -> None:
+    scaler = started(GradScaler, place.device, scale_policy="headroom", init_scale="measured", backend=place.backend)
+    scales = []
+    for number in (math.nan, 1.0, 1.0, 1.0):
+        scaler.step(sgd([torch.tensor([number * scaler.get_scale()])], place.device))
+        scaler.update()
+        scales.append(scaler.get_scale())
+        if len(scales) in (2, 3):
+            scaler.update((2.0**16, 1.0)[len(scales) - 2])
+    assert scales == [0.5, 0.5, 2.0**13, 2.0**13]
+
+
+@PLACES
 def test_it_goes_on_from_a_checkpoint_and_a_pickle(place: Place) -> None:
     scaler, _ = measured_run(place.backend, place.device, headroom_window=3)
     state = scaler.state_dict()
