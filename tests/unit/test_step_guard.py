@@ -158,6 +158,16 @@ def test_what_was_clipped_before_an_update_is_looked_at_again(place: Place, sigm
 
 
 @PLACES
+def test_a_check_without_a_clip_is_over_with_the_update(place: Place) -> None:
+    guard, optimizer = guard_on(place, spike_sigma=3.0, window=4), sgd([torch.ones(1)], place.device)
+    for number, how in ((2.0, "step"), (2.0, "unscale_"), (200.0, "step")):
+        give(optimizer, number)
+        getattr(guard, how)(optimizer)
+        guard.update()
+    assert (guard.was_skipped(optimizer), guard.stats().spikes) == (True, 1)
+
+
+@PLACES
 def test_a_check_that_is_made_again_judges_one_step(place: Place) -> None:
     guard, optimizer = guard_on(place, spike_sigma=3.0, window=4), sgd([torch.ones(1)], place.device)
     for _ in range(3):
