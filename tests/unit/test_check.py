@@ -171,6 +171,15 @@ def test_a_method_is_replaced_on_the_class_or_on_the_object(name: str) -> None:
 # Other ranks
 
 
+def test_a_step_before_any_scale_is_over_with_the_next_loss(two_ranks: None) -> None:
+    scaler, optimizer = ShardedGradScaler("cpu", init_scale=SCALE), sgd([torch.tensor([2 * SCALE])])
+    with pytest.raises(AssertionError, match="_scale is None"):
+        scaler.step(optimizer)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
 @pytest.mark.parametrize("how", ["unscale_", "_check_inf_per_device", "step"])
 @pytest.mark.parametrize("gradient", [1.0, math.nan])
 def test_a_check_is_one_reduction_of_flag_failure_and_scale(how: str, gradient: float, reductions: Any) -> None:

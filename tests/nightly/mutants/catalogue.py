@@ -74,7 +74,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if measures or by_norm else", "if measures else"),
         ("    if scaler._ours.guard is not None:\n        check(", "    if False:\n        check(", _GUARD),
         ("by_norm = ours.by_norm and judge", "by_norm = ours.by_norm", _GUARD),
-        ("step.raised = scaler._ours.steps.unfinished = True", "step.raised = True", "ranks/failures"),
+        ("step.raised = scaler._ours.steps.unfinished = True", "step.raised = True"),
         ("[MEASURED_AT].copy_(scaler._scale.reshape(()))", "[MEASURED_AT].fill_(1.0)", _HEADROOM),
         ("first=not again)", "first=True)", _GUARD),
         ("        guard.update()\n", "        pass\n", _GUARD),
