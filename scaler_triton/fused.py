@@ -92,11 +92,11 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
 
 
 def may_check(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
-    """Return whether gradients may be checked, as `_check_inf_per_device` has it; `step` itself checks once."""
+    """Return whether `_check_inf_per_device` may check gradients once more."""
     if not step["found_inf_per_device"]:
         return True
     known = step.phase is UNSCALED and (step.flag is None or step.flag.shared)
-    if step.phase in (STEPPED, FAILED) or step.fresh or known:
+    if step.phase in (STEPPED, FAILED) or known:
         return False
     return ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is None
 
