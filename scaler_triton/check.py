@@ -32,7 +32,7 @@ from scaler_triton.flag import (
     sum_totals_,
     write_scales,
 )
-from scaler_triton.headroom import Reader
+from scaler_triton.headroom import HeadroomRule, Reader
 from scaler_triton.kernels.abi import MEASURED_AT, SCALES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.policy import NO_LIMITS, Limits
@@ -40,7 +40,7 @@ from scaler_triton.ranks import Membership, Ranks
 from scaler_triton.spikes import Guard
 from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import inverse
-from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, Home, LaggingCounters, SkipStreakError
+from scaler_triton.update import Counters, DevicePolicy, Home, LaggingCounters, SkipStreakError
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler

@@ -363,3 +363,35 @@ class HostCopy:
                 self.latest = self.read()
             self.start(source)
         return self.latest
+
+
+class OnDevice:
+    """Numbers that updates write: a list before the first one, then a tensor on the scale's device.
+
+    It is the same tensor from update to update, as graphs write it.
+    """
+
+    dtype = torch.float64
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values: list[Any] | Tensor = list(values)
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the tensor, which updates on `device` write."""
+        if isinstance(self.values, list) or self.values.device != device:
+            refuse_capture(device, "a scaler's first step")
+            with torch.inference_mode(False), sync_allowed(device):
+                # Kernels on other streams read it, so the copy is waited for, once per scaler.
+                self.values = torch.tensor(self.read(), dtype=self.dtype, device="cpu").to(device)
+        return self.values
+
+    def set(self, values: Sequence[Any]) -> None:
+        """Write other values."""
+        if isinstance(self.values, list):
+            self.values = list(values)
+        else:
+            self.values.copy_(torch.tensor(values, dtype=self.dtype, device="cpu"))
+
+    def read(self) -> list[Any]:
+        """Return a copy of the values, waiting for the device."""
+        return list(self.values) if isinstance(self.values, list) else self.values.tolist()

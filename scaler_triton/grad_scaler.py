@@ -30,13 +30,13 @@ from scaler_triton import clip, fused, passes, policy, ranks, report, update
 from scaler_triton.check import Ours, check, is_replaced, methods_of, require_scale, resume
 from scaler_triton.dispatch import check_backend, refuse_capture, skip_tracing, stacklevel
 from scaler_triton.flag import Flag, Flags, any_flag
-from scaler_triton.headroom import Headroom
+from scaler_triton.headroom import Headroom, HeadroomRule
 from scaler_triton.kernels.abi import MAX_SCALE, STATUS
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.report import Model, OverflowReport
 from scaler_triton.spikes import Guard
 from scaler_triton.step import CARRIED, FAILED, READY, UNSCALED, UNSCALED_STAGE, OptimizerStep, Steps
-from scaler_triton.update import HeadroomRule, LaggingCounters, ScalerStats
+from scaler_triton.update import LaggingCounters, ScalerStats
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
 

@@ -2,6 +2,14 @@
 
 Each flag has a row (fp64, see `kernels.abi`) of what its last check measured, on the scale's device. Ranks add theirs
 up in the check's own reduction: counts as they are, the largest gradient as a histogram, since a sum has no maximum.
+
+With `scale_policy="headroom"` the rule of `update.py` moves a cap, and what was measured the scale below it:
+
+    cap = the rule's result for (scale if found_inf else cap)
+    e = floor(log2(the largest unscaled gradient)), which enters a window unless found_inf or all gradients are 0
+    scale = cap if found_inf else min(2 ** (15 - headroom_bits - max(window)), cap), as it was while there is no e
+
+by torch's ops, or `kernels/update_scale.py` with the same bits.
 """
 
 from __future__ import annotations
@@ -9,11 +17,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from scaler_triton.flag import Flag
-from scaler_triton.kernels.abi import LARGEST, MEASURED_AT, SEEN, SUBNORMAL, ZEROS
+from scaler_triton.flag import Flag, OnDevice
+from scaler_triton.kernels.abi import (
+    CAP,
+    EXPONENTS,
+    FP16_EXPONENT,
+    HEADROOM_HEADER,
+    LARGEST,
+    MAX_SCALE,
+    MEASURED_AT,
+    MEASURED_ROW,
+    SEEN,
+    SUBNORMAL,
+    ZEROS,
+)
 from scaler_triton.text import count_of
 
 FP16_MAX = 65504.0
@@ -86,3 +108,53 @@ def _summary(rows: Iterable[Sequence[float]]) -> Headroom:
             zeros, subnormal, seen = zeros + row[ZEROS], subnormal + row[SUBNORMAL], seen + row[SEEN]
     bits = math.log2(FP16_MAX / scaled) if scaled else math.inf
     return Headroom(largest, bits, zeros / max(seen, 1.0), subnormal / max(seen, 1.0), int(seen))
+
+
+class HeadroomRule(OnDevice):
+    """The window and the cap of `scale_policy="headroom"`, in the order of `kernels.abi`."""
+
+    def __init__(self, bits: int, window: int) -> None:
+        super().__init__([0.0, MAX_SCALE, *[0.0] * window])
+        self.bits, self.window = bits, window
+
+    def remembered(self) -> tuple[list[int], float]:
+        """Return the exponents, oldest first, and the cap, waiting for the device."""
+        values = self.read()
+        count, ring = int(values[EXPONENTS]), values[HEADROOM_HEADER:]
+        known = range(max(0, count - self.window), count)
+        return [int(ring[number % self.window]) for number in known], values[CAP]
+
+    def restore(self, exponents: Sequence[int], cap: float) -> None:
+        """Replace exponents and cap, of more than the window holds by the last ones."""
+        kept = [float(each) for each in exponents][-self.window :]
+        self.set([float(len(kept)), cap, *kept, *[0.0] * (self.window - len(kept))])
+
+    def measured_by(self, checked: Sequence[Any], device: torch.device) -> Tensor:
+        """Return the largest gradient that steps' checks have measured, as a row at scale 1, fp64 [1, MEASURED_ROW]."""
+        flags = [getattr(step, "flag", None) for step in checked]  # other code may have put plain dicts there
+        rows = [flag.measured.to(device) for flag in flags if flag is not None and flag.measured is not None]
+        row = torch.zeros(1, MEASURED_ROW, dtype=torch.float64, device=device)
+        row[0, MEASURED_AT] = 1.0
+        if rows:
+            found = torch.stack(rows)
+            unscaled = found[:, LARGEST] / found[:, MEASURED_AT]
+            row[0, LARGEST] = torch.where(unscaled > 0, unscaled, 0.0).amax()  # NaN where nothing was measured yet
+        return row
+
+    def options(self, measured: Any) -> dict[str, Any]:
+        """Return the arguments of `launch_update` for rows of what checks have measured."""
+        return {"measured": measured, "headroom": self.on(measured.device), "bits": self.bits}
+
+    def scale_below(self, cap: Tensor, scale: Tensor, measured: Tensor, bad: Tensor) -> Tensor:
+        """Return the scale after a good update, fp64, and remember the largest gradient unless the update was `bad`."""
+        values, unscaled = self.on(cap.device), measured[0, LARGEST] / measured[0, MEASURED_AT]
+        count, ring = values[EXPONENTS].long(), values[HEADROOM_HEADER:]
+        enters, slot = (unscaled > 0) & ~bad, (count % self.window).reshape(1)
+        exponent = (torch.frexp(unscaled)[1] - 1).double().clamp(min=-1023.0)
+        ring.index_copy_(0, slot, torch.where(enters, exponent, ring[slot]))
+        count = count + enters
+        values[EXPONENTS] = count
+        place = torch.arange(self.window, device=cap.device)
+        top = torch.where(place < count, ring, -4096.0).amax()
+        target = torch.ldexp(torch.ones_like(top), (FP16_EXPONENT - self.bits - top).clamp(-1022, 1023).int())
+        return torch.where(count > 0, torch.minimum(target, cap.double()), scale.double())

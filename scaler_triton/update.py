@@ -5,16 +5,10 @@
     else: scale = scale * growth_factor if that is finite else scale; tracker = strikes = 0
     scale = clamp(scale, min_scale, max_scale)                # NaN becomes min_scale
 
-With `scale_policy="headroom"` that rule moves a cap, and what the checks have measured the scale below it:
-
-    cap = the rule's result for (scale if found_inf else cap)
-    e = floor(log2(the largest unscaled gradient)), which enters a window unless found_inf or all gradients are 0
-    scale = cap if found_inf else min(2 ** (15 - headroom_bits - max(window)), cap), as it was while there is no e
-
 This is `torch._amp_update_scale_` except for >= and the limits. Products are computed in fp64 and rounded once to fp32,
 as in torch. Hysteresis is that of Megatron's `DynamicGradScaler` (megatron/core/optimizer/grad_scaler.py). There are
-three implementations with the same bits: Python for a scale on the CPU (of the first rule only), torch's ops, and
-`kernels/update_scale.py`.
+three implementations with the same bits: Python for a scale on the CPU, torch's ops, and `kernels/update_scale.py`; the
+last two also have the headroom policy, see `headroom.py`.
 """
 
 from __future__ import annotations
@@ -28,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from scaler_triton.dispatch import choose_for_scale, kernels, refuse_capture, sync_allowed
-from scaler_triton.flag import FlagRows, HostCopy, any_flag
+from scaler_triton.dispatch import choose_for_scale, kernels, sync_allowed
+from scaler_triton.flag import FlagRows, HostCopy, OnDevice, any_flag
 from scaler_triton.kernels import abi
 from scaler_triton.policy import NO_LIMITS, Limits, no_counters
 from scaler_triton.text import count_of
@@ -38,6 +32,7 @@ from scaler_triton.torch_ops import host_memory
 if TYPE_CHECKING:
     from scaler_triton.check import Ours
     from scaler_triton.grad_scaler import GradScaler
+    from scaler_triton.headroom import HeadroomRule
 
 _ROUNDS_TO_INF = 2.0**128 - 2.0**103  # the smallest double that fp32 rounds to infinity
 
@@ -75,38 +70,6 @@ class ScalerStats:
         """Return counters as stats."""
         updates, skipped, streak, growths, backoffs, last_skip, _, spikes = counters
         return cls(updates, skipped, streak, growths, backoffs, last_skip or None, spikes)
-
-
-class OnDevice:
-    """Numbers that updates write: a list before the first one, then a tensor on the scale's device.
-
-    It is the same tensor from update to update, as graphs write it.
-    """
-
-    dtype = torch.float64
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self.values: list[Any] | Tensor = list(values)
-
-    def on(self, device: torch.device) -> Tensor:
-        """Return the tensor, which updates on `device` write."""
-        if isinstance(self.values, list) or self.values.device != device:
-            refuse_capture(device, "a scaler's first step")
-            with torch.inference_mode(False), sync_allowed(device):
-                # Kernels on other streams read it, so the copy is waited for, once per scaler.
-                self.values = torch.tensor(self.read(), dtype=self.dtype, device="cpu").to(device)
-        return self.values
-
-    def set(self, values: Sequence[Any]) -> None:
-        """Write other values."""
-        if isinstance(self.values, list):
-            self.values = list(values)
-        else:
-            self.values.copy_(torch.tensor(values, dtype=self.dtype, device="cpu"))
-
-    def read(self) -> list[Any]:
-        """Return a copy of the values, waiting for the device."""
-        return list(self.values) if isinstance(self.values, list) else self.values.tolist()
 
 
 class Counters(OnDevice):
@@ -151,57 +114,6 @@ class LaggingCounters:
         oldest.start(values)
         self._taken.append(oldest)
         return seen
-
-
-class HeadroomRule(OnDevice):
-    """The window and the cap of `scale_policy="headroom"`, in the order of `kernels.abi`."""
-
-    def __init__(self, bits: int, window: int) -> None:
-        super().__init__([0.0, abi.MAX_SCALE, *[0.0] * window])
-        self.bits, self.window = bits, window
-
-    def remembered(self) -> tuple[list[int], float]:
-        """Return the exponents, oldest first, and the cap, waiting for the device."""
-        values = self.read()
-        count, ring = int(values[abi.EXPONENTS]), values[abi.HEADROOM_HEADER :]
-        known = range(max(0, count - self.window), count)
-        return [int(ring[number % self.window]) for number in known], values[abi.CAP]
-
-    def restore(self, exponents: Sequence[int], cap: float) -> None:
-        """Replace exponents and cap, of more than the window holds by the last ones."""
-        kept = [float(each) for each in exponents][-self.window :]
-        self.set([float(len(kept)), cap, *kept, *[0.0] * (self.window - len(kept))])
-
-    def options(self, measured: Any) -> dict[str, Any]:
-        """Return the arguments of `launch_update` for rows of what checks have measured."""
-        return {"measured": measured, "headroom": self.on(measured.device), "bits": self.bits}
-
-    def scale_below(self, cap: Tensor, scale: Tensor, measured: Tensor, bad: Tensor) -> Tensor:
-        """Return the scale after a good update, fp64, and remember the largest gradient unless the update was `bad`."""
-        values, unscaled = self.on(cap.device), measured[0, abi.LARGEST] / measured[0, abi.MEASURED_AT]
-        count, ring = values[abi.EXPONENTS].long(), values[abi.HEADROOM_HEADER :]
-        enters, slot = (unscaled > 0) & ~bad, (count % self.window).reshape(1)
-        exponent = (torch.frexp(unscaled)[1] - 1).double().clamp(min=-1023.0)
-        ring.index_copy_(0, slot, torch.where(enters, exponent, ring[slot]))
-        count = count + enters
-        values[abi.EXPONENTS] = count
-        place = torch.arange(self.window, device=cap.device)
-        top = torch.where(place < count, ring, -4096.0).amax()
-        target = torch.ldexp(torch.ones_like(top), (abi.FP16_EXPONENT - self.bits - top).clamp(-1022, 1023).int())
-        return torch.where(count > 0, torch.minimum(target, cap.double()), scale.double())
-
-
-def measured_by(checked: Sequence[Any], device: torch.device) -> Tensor:
-    """Return the largest gradient that the steps' checks have measured, as a row at scale 1, fp64 [1, MEASURED_ROW]."""
-    flags = [getattr(step, "flag", None) for step in checked]  # other code may have put plain dicts there
-    rows = [flag.measured.to(device) for flag in flags if flag is not None and flag.measured is not None]
-    row = torch.zeros(1, abi.MEASURED_ROW, dtype=torch.float64, device=device)
-    row[0, abi.MEASURED_AT] = 1.0
-    if rows:
-        found = torch.stack(rows)
-        unscaled = found[:, abi.LARGEST] / found[:, abi.MEASURED_AT]
-        row[0, abi.LARGEST] = torch.where(unscaled > 0, unscaled, 0.0).amax()  # NaN where nothing was measured yet
-    return row
 
 
 class DevicePolicy(OnDevice):
@@ -278,7 +190,7 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
     is_own = home.by_kernel and len(own) == len(checked)
     if not is_own:
         flags, mask = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device), 1
-        measured = None if headroom is None else measured_by(checked, home.device)
+        measured = None if headroom is None else headroom.measured_by(checked, home.device)
     if not home.by_kernel:
         update_by_ops_(scale, tracker, flags, numbers, limits, home.counters, headroom, measured)
         return

@@ -15,10 +15,11 @@ from torch import Tensor
 from scaler_triton import GradScaler, ScalerStats, SkipStreakError
 from scaler_triton import update as rule
 from scaler_triton.dispatch import kernels
+from scaler_triton.headroom import HeadroomRule
 from scaler_triton.kernels import abi
 from scaler_triton.policy import KEY, NO_LIMITS, Limits, no_counters
 from scaler_triton.torch_ops import host_memory
-from scaler_triton.update import Counters, DevicePolicy, HeadroomRule, LaggingCounters, Numbers
+from scaler_triton.update import Counters, DevicePolicy, LaggingCounters, Numbers
 
 CPU = torch.device("cpu")
 LAG = LaggingCounters.LAG

@@ -108,6 +108,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("into[LARGEST] = torch.maximum(into[LARGEST], other[LARGEST])", "into[LARGEST] = other[LARGEST]"),
     ],
     "scaler_triton/headroom.py": [
+        ("return torch.where(count > 0, torch.minimum(target, cap.double()), scale.double())",
+         "return torch.minimum(target, cap.double())", "unit/update"),
         ("max(largest, row[LARGEST] / row[MEASURED_AT])", "max(largest, row[LARGEST])"),
     ],
     "scaler_triton/update.py": [
@@ -124,8 +126,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        self._copy = HostCopy(values)\n", ""),
         ("        self._copy = HostCopy(list(values))", "        pass"),
         ("    scale.fill_(number)\n", "    scale.fill_(new_scale * 2)\n"),
-        ("return torch.where(count > 0, torch.minimum(target, cap.double()), scale.double())",
-         "return torch.minimum(target, cap.double())"),
         ("after = torch.where(bad, after, _clamped(fits.to(after.dtype), limits))",
          "after = torch.where(bad, after, fits.to(after.dtype))"),
         ("        headroom.on(scale.device)[abi.CAP] = after.reshape(())\n", ""),
