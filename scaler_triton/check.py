@@ -260,6 +260,8 @@ def flags_on(scaler: GradScaler, flag: Flag, checked: Flags, plan: GradPlan, tog
     """Return the agreed flag on every device that needs it; none if there is none: step and update then raise."""
     if not has_flag(scaler, checked, together):
         return {}
+    if [*checked] == plan.devices == [flag.device]:
+        return {flag.device: flag.found_inf}
     return flag.on_devices((*checked, *plan.devices) or (flag.device,))
 
 

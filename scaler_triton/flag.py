@@ -102,9 +102,9 @@ class Flag:
     def add(self, flags: Iterable[Tensor]) -> None:
         """Set the flag if any of `flags` is set, which are on other devices or were returned by an override."""
         for flag in flags:
-            on_cpu = flag.is_cpu and type(flag) is Tensor  # where a look at it costs neither a wait nor a launch
-            if flag is not self.found_inf and not (on_cpu and flag.item() == 0.0):
-                self.found_inf.copy_(torch.maximum(self.found_inf, as_flag(flag, self.device)))
+            if flag is self.found_inf or (flag.is_cpu and type(flag) is Tensor and flag.item() == 0.0):
+                continue  # on the CPU a look costs neither a wait nor a launch
+            self.found_inf.copy_(torch.maximum(self.found_inf, as_flag(flag, self.device)))
 
     def is_set(self) -> bool:
         """Return whether the flag is set, waiting for its device."""

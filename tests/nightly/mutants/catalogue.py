@@ -68,7 +68,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("again = bool(first.step[\"found_inf_per_device\"])", "again = False", _GUARD),
     ],
     "scaler_triton/flag.py": [
-        ("and not (on_cpu and flag.item() == 0.0)", "and not on_cpu"),
+        ("and flag.item() == 0.0):", "and True):"),
         ("(row[abi.LARGEST] / row[abi.MEASURED_AT]) + _exponent_of(row[abi.MEASURED_AT])", "(row[abi.LARGEST])"),
         (".amax() - _exponent_of(row[abi.MEASURED_AT])", ".amax()"),
         ("torch.where(histogram > 0, exponents", "torch.where(histogram > 1, exponents"),
