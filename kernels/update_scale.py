@@ -139,7 +139,7 @@ def launch_update(
 
         bad = any(flags[row, FLAG] != 0 for row in rows)
         unscaled = max(measured[row, LARGEST] / measured[row, MEASURED_AT] for row in rows)   # with `headroom`
-        scale, growth_tracker, strikes, headroom = the rule that `scaler_triton/update.py` begins with
+        scale, growth_tracker, strikes, headroom = by the rules of `scaler_triton/update.py` and `headroom.py`
         updates += 1
         if bad: skipped += 1; last_skip = updates
         streak = streak + 1 if bad else 0
