@@ -383,9 +383,7 @@ def _home_of(scaler: GradScaler, optimizers: Sequence[Any]) -> torch.device:
 
 def is_replaced(scaler: GradScaler, name: str) -> bool:
     """Return whether a method of ours was replaced, by a subclass or on the object."""
-    on_object = scaler.__dict__.get(name)
-    method = getattr(type(scaler), name) if on_object is None else getattr(on_object, "__func__", None)
-    return method not in _METHODS[name]
+    return getattr(getattr(scaler, name), "__func__", None) not in _METHODS[name]
 
 
 _METHODS: dict[str, list[Any]] = {}
