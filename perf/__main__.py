@@ -23,8 +23,9 @@ QUESTIONS = {bench.__name__.removeprefix("perf.bench_"): bench for bench in BENC
 def main(words: Sequence[str] | None = None) -> int:
     """Run; return 0, or 1 if something failed."""
     parser = argparse.ArgumentParser(prog="python -m perf", description="Our scaler's cost beside torch's.")
-    parser.add_argument("questions", nargs="*", choices=[[], *QUESTIONS], help="default: all of them")
-    parser.add_argument("--out", type=Path, help="folder for CSVs (default: perf/results, which the READMEs show)")
+    every = f"{', '.join(QUESTIONS)}; default: all"
+    parser.add_argument("questions", nargs="*", choices=[[], *QUESTIONS], metavar="QUESTION", help=every)
+    parser.add_argument("--out", type=Path, help="for CSVs; default: perf/results, which the READMEs show")
     parser.add_argument("--runs", type=int, choices=range(1, 10), default=1, metavar="N", help="medians of N runs")
     parser.add_argument("--quick", action="store_true", help="see that all works; its numbers mean nothing")
     parser.add_argument("--pages", action="store_true", help="only write the CSVs' results into the READMEs")

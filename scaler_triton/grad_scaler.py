@@ -512,8 +512,8 @@ class GradScaler(torch.amp.GradScaler):
         """Return torch's five fields; `{}` on a disabled scaler.
 
         If any of `min_scale`, `max_scale`, `hysteresis` and `max_consecutive_skips` is not its default, they and the
-        counters are under one more key, `scaler_triton`, which torch's class ignores. There a `StepGuard` always has
-        them, and its norms, for which it waits for the device.
+        counters are under one more key, `scaler_triton`, which torch's class ignores. With `scale_policy="headroom"`
+        they always are, with its exponents and cap, and so are a `StepGuard`'s, with its norms; both wait for the GPU.
         """
         if not self._enabled:
             return {}

@@ -1,4 +1,4 @@
-"""LoRA with adapters in bf16 over a base model in fp16, as on a T4; a small GPT-2 learns to count.
+"""LoRA with adapters in bf16 over a base model in fp16, as on a T4: a small GPT-2, on numbers that count up.
 
 TRL casts the adapters of a quantized model to bf16, whatever the GPU. Under fp16 autocast their gradients are bf16,
 which torch's scaler refuses on every GPU.

@@ -40,7 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    0 success, 1 a failed check, 2 wrong usage, 70 an unexpected error, 130 interrupted, 141 the reader of a pipe left.
+    0 success, 1 a failed check, 2 wrong usage, 3 a proof that cannot run here, 70 an unexpected error, 130 interrupted,
+    141 the reader of a pipe left.
 
     Args:
         arguments: the words after the program's name; default: those of this process.

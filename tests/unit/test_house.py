@@ -1,4 +1,4 @@
-"""The house: imports go down, an import is light, every file of the core has a test file of its name."""
+"""The house: imports go down, an import is light."""
 
 import ast
 import functools
