@@ -45,7 +45,7 @@ from scaler_triton.update import Counters, DevicePolicy, Home, LaggingCounters, 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
 
-Report = Callable[[Exception], None]  # joins the reductions in which the other ranks wait, after an error
+Report = Callable[[], None]  # joins the reductions in which the other ranks wait, after an error
 
 
 class Ours:
@@ -123,7 +123,7 @@ def check(
         if together is not None and not by_norm:
             numbers = flag.numbers(scale)
     except BaseException as error:
-        fail(scaler, step, optimizer, error, together, by_norm=by_norm)
+        fail(scaler, step, optimizer, together, by_norm=by_norm, tell=isinstance(error, Exception))
         raise
     try:
         if by_norm:
@@ -137,6 +137,7 @@ def check(
         else:
             agreed = flags_on(scaler, flag, flags, plan, together)
         step.checked(flag, agreed, divided=divide, by_step=by_step)
+        ours.steps.unfinished |= not by_step
         plan.written = False
     except BaseException:
         step_failed(scaler, step)
@@ -189,7 +190,7 @@ def agree_on_norm(scaler: GradScaler, parts: Sequence[Part], totals: Tensor, tog
     first, window = parts[0], parts[0].step.window  # of a guard that looks for spikes
     if window is not None and (together is not None or any(part.flags for part in parts)):
         ranks = 0 if together is None else len(together.ranks)
-        again = bool(first.step["found_inf_per_device"])
+        again = bool(first.step["found_inf_per_device"]) and first.step.flag is not None  # None: it FAILED before
         window.judge(totals, first.flag, scaler._ours.counters, ranks, first=not again)
 
 
@@ -205,7 +206,7 @@ def open_window(scaler: GradScaler, step: OptimizerStep) -> None:
 
 def replicas_in(plan: GradPlan, together: Ranks | None, model: nn.Module | None, *, guess: bool = False) -> list[int]:
     """Return `replicas_of` the plan's parameters, which the plan keeps; to `guess`, those of any model will do."""
-    key = (together, None if model is None else weakref.ref(model))
+    key = (together, None if model is None else weakref.ref(model), guess)
     if plan.replicas is None or (plan.replicas[0] != key and not (guess and plan.replicas[0][0] == together)):
         plan.replicas = key, ranks.replicas_of(plan.parameters, together, model, guess=guess)
     return plan.replicas[1]
@@ -252,7 +253,7 @@ def new_flag(scaler: GradScaler, step: OptimizerStep) -> Flag:
         flag.rows.captured.add(flag)  # each replay writes it
     flag.clear(step.captured)
     if flag.measured is not None:
-        flag.measured[MEASURED_AT].copy_(scaler._scale.reshape(()))
+        flag.measured[MEASURED_AT] = 1.0 if step.phase is UNSCALED else scaler._scale.reshape(())
     return flag
 
 
@@ -281,18 +282,16 @@ def fail(
     scaler: GradScaler,
     step: OptimizerStep,
     optimizer: Any,
-    error: BaseException,
     together: Ranks | None = None,
     *,
     by_norm: bool | None = None,
+    tell: bool = True,
 ) -> None:
-    """Report an error, unless it is an interrupt, to the other ranks, which wait in the reduction of a check.
+    """After an error `tell` the other ranks, which wait in the reduction of a check; an interrupt is not reported.
 
     This rank's step will be skipped if theirs will, or if gradients have been written.
     """
-    told = None
-    if isinstance(error, Exception):
-        told = together or ranks_that_wait(scaler, [optimizer])
+    told = (together or ranks_that_wait(scaler, [optimizer])) if tell else None
     try:
         if told is not None or (step.plan is not None and step.plan.written):
             step_failed(scaler, step)
@@ -300,6 +299,9 @@ def fail(
         if told is not None:
             measures = scaler._ours.steps.measures
             by_norm = scaler._ours.by_norm if by_norm is None else by_norm
+            if by_norm:  # the others first sum what is Partial
+                with suppress(Exception):
+                    gradients.reduce_(parameters_of(optimizer))
             sums = failed_sums(measures) if measures or by_norm else None
             report_failure(told, scaler._scale.device, by_sums=sums)
 
@@ -318,13 +320,13 @@ def ranks_that_wait(scaler: GradScaler, optimizers: Sequence[Any]) -> Ranks | No
     return None
 
 
-def fail_early(scaler: GradScaler, optimizer: Any, error: Exception, *, by_step: bool) -> None:
+def fail_early(scaler: GradScaler, optimizer: Any, *, by_step: bool) -> None:
     """Report an error that came before the check, perhaps in `step`."""
     with suppress(Exception):  # the first error is more important
         together = ranks_that_wait(scaler, [optimizer])
         if together is not None:
             step = scaler._ours.steps.open(optimizer)
-            fail(scaler, step, optimizer, error, together)
+            fail(scaler, step, optimizer, together)
             if by_step:
                 step.raised = scaler._ours.steps.unfinished = True
 
@@ -332,6 +334,7 @@ def fail_early(scaler: GradScaler, optimizer: Any, error: Exception, *, by_step:
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
     """Make a step FAILED, with the flag that the ranks `agreed` on if any; one that was only captured starts over."""
     if not is_captured(scaler._scale):
+        scaler._ours.steps.unfinished = True
         step.failed(None if agreed else scaler._scale.device)
     elif step.captured:
         step.reset()
@@ -344,11 +347,11 @@ def require_scale(scaler: GradScaler, name: str, optimizers: Sequence[Any], repo
             scaler._check_scale_growth_tracker(name)
         else:
             scaler._lazy_init_scale_growth_tracker(_home_of(scaler, optimizers))
-    except Exception as error:
+    except Exception:
         if report is not None:
-            report(error)
+            report()
         else:
-            fail_early(scaler, optimizers[0], error, by_step=name == "step")
+            fail_early(scaler, optimizers[0], by_step=name == "step")
         raise
 
 
@@ -368,7 +371,7 @@ def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report
         for step in over:  # the other ranks check this one
             step.reset()
         if not isinstance(error, SkipStreakError):  # which all ranks raise
-            report(error)
+            report()
         raise
     for step in over:
         step.reset()

@@ -42,7 +42,7 @@ from scaler_triton.dispatch import stacklevel
 from scaler_triton.flag import any_flag, failed_sums, fp32_on
 from scaler_triton.kernels.abi import OVERFLOWS
 from scaler_triton.ranks import Ranks, group_ranks, mesh_ranks, replicas_of, several_ranks
-from scaler_triton.step import CARRIED, READY, OptimizerStep, parameters_of, unwrap
+from scaler_triton.step import CARRIED, READY, parameters_of, unwrap
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -88,7 +88,8 @@ def clip_grad_norm_(
         bound, order = policy.check_max_norm(max_norm), policy.check_norm_type(norm_type, positive=True)
         if not isinstance(model, nn.Module | None):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
-        at_once = chosen is None and order == 2.0 and not is_replaced(scaler, "_unscale_grads_")
+        is_ours = not (is_replaced(scaler, "unscale_") or is_replaced(scaler, "_unscale_grads_"))
+        at_once = chosen is None and order == 2.0 and is_ours
         request = Request(bound, order, error_if_nonfinite, chosen, at_once)
         if scaler._enabled:
             parts, ranks = _open(scaler, together, request, model)
@@ -123,8 +124,8 @@ def _open(
         replicas = [replicas_in(plan, ranks, model) for plan in plans]
     except ValueError:  # a wrong argument raises on all ranks
         raise
-    except Exception as error:
-        report(error)
+    except Exception:
+        report()
         raise
     return list(map(Part, optimizers, steps, plans, replicas)), ranks
 
@@ -134,7 +135,7 @@ def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, re
     scale = scaler._scale
     with _failure_joins(scaler, parts, request):
         for part in parts:
-            part.step.outcome, part.step.fresh = None, False
+            part.step.outcome = None
         totals = measure(scaler, parts, ranks)
     with _failure_skips(scaler, parts):
         agree_on_norm(scaler, parts, totals, ranks)
@@ -169,6 +170,8 @@ def _clip_by_passes(
 ) -> tuple[Tensor, bool]:
     """Unscale the optimizers one by one, then clip the chosen gradients by one norm; return as `_clip_at_once` does."""
     with _failure_joins(scaler, parts, request):
+        for part in parts:  # every gradient is validated before the first is written
+            part.plan.collect(allow_fp16=scaler._ours.allow_fp16)
         for part in parts:
             if part.step.phase in (READY, CARRIED):
                 scaler.unscale_(part.optimizer)
@@ -180,7 +183,7 @@ def _clip_by_passes(
         norm, flag = _norm_of_terms(terms, request.norm_type, ranks)
         if len(parts) > 1 or ranks is not None:
             for part in parts:
-                _take_flag(part.step, flag, scaler._ours.steps.exposed)
+                _take_flag(scaler, part, flag, ranks)
         return norm, _multiply_(grads, norm, flag, request)
 
 
@@ -204,13 +207,13 @@ def _clip_unscaled(
     return norm, _multiply_(grads, norm, flag, request)
 
 
-def _take_flag(step: OptimizerStep, shared: Tensor, exposed: bool) -> None:
+def _take_flag(scaler: GradScaler, part: Part, shared: Tensor, ranks: Ranks | None) -> None:
     """Replace an optimizer's flag on every device by the flag of all that are clipped together."""
-    flag, flags = step.own_flag(exposed), step["found_inf_per_device"]
-    step.fresh = False
+    step = part.step
+    flag, flags = step.own_flag(scaler._ours.steps.exposed), step["found_inf_per_device"]
     if flag is not None:
         flag.share(shared)
-        step["found_inf_per_device"] = flag.on_devices([*flags])
+        step["found_inf_per_device"] = flags_on(scaler, flag, flags, part.plan, ranks)
     elif flags:
         step["found_inf_per_device"] = {device: shared.to(device, copy=True) for device in flags}
 
@@ -220,8 +223,8 @@ def _failure_joins(scaler: GradScaler, parts: list[Part], request: Request) -> I
     """After an error before the norm's reduction, join that reduction, as the other ranks wait there."""
     try:
         yield
-    except Exception as error:
-        _fail_together(scaler, [part.optimizer for part in parts], request, error)
+    except Exception:
+        _fail_together(scaler, [part.optimizer for part in parts], request)
         raise
 
 
@@ -233,10 +236,11 @@ def _failure_skips(scaler: GradScaler, parts: Sequence[Part]) -> Iterator[None]:
     except BaseException:
         for part in parts:
             step_failed(scaler, part.step)
+            part.step.clipped = True
         raise
 
 
-def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request, _: Exception) -> None:
+def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) -> None:
     """After an error skip the steps, and join the reductions of checks and norm in which the other ranks wait."""
     ranks = ranks_that_wait(scaler, optimizers)
     if ranks is None:
@@ -245,12 +249,13 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request, 
     with suppress(Exception):  # here and below: the caller is raising already, and the others wait
         for step, optimizer in zip(steps, optimizers, strict=True):
             if not request.at_once and step.phase in (READY, CARRIED):
-                fail(scaler, step, optimizer, RuntimeError())
+                fail(scaler, step, optimizer)
     with suppress(Exception):
-        parameters = _all_parameters(optimizers)
-        _local_gradients(parameters, [1] * len(parameters), request.chosen)  # reduces Partial ones
+        chosen = request.chosen
+        gradients.reduce_(each for each in _all_parameters(optimizers) if chosen is None or id(each) in chosen)
     with suppress(Exception):
         for step in steps:
+            step.clipped = True
             step_failed(scaler, step)
     with suppress(Exception):
         numbers = failed_sums(scaler._ours.steps.measures) if request.at_once else [0.0, 1.0, 1.0]
@@ -266,9 +271,8 @@ def _local_gradients(
     for parameter, count in zip(parameters, replicas, strict=True):
         if parameter.grad is None or (chosen is not None and id(parameter) not in chosen):
             continue
-        if (whole := gradients.reduced(parameter.grad)) is not parameter.grad:
-            parameter.grad = whole
-        local = gradients.local_tensor(whole)
+        gradients.reduce_([parameter])
+        local = gradients.local_tensor(parameter.grad)
         grads.append(gradients.sparse_values(local) if local.layout is torch.sparse_coo else local)
         if gradients.is_dtensor(parameter) and gradients.is_dtensor(parameter.grad):
             count = count * gradients.num_shards(parameter) // gradients.num_shards(parameter.grad)

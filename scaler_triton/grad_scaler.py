@@ -332,7 +332,7 @@ class GradScaler(torch.amp.GradScaler):
         if scale is None or tracker is None:
             self._check_scale_growth_tracker("update")  # raises torch's AssertionError
         checked, unstepped = [], False
-        for state in ours.steps.values():
+        for state in [*ours.steps.values()]:  # a garbage collection may free an optimizer meanwhile
             unstepped |= state["stage"] is UNSCALED_STAGE
             if state["found_inf_per_device"]:
                 checked.append(state)
@@ -594,7 +594,7 @@ class GradScaler(torch.amp.GradScaler):
         step = steps.last(optimizer) or OptimizerStep()
         plan = steps.plan(step, optimizer)
         flag = Flag(found_inf.new_zeros(STATUS))
-        flag.found_inf.copy_(found_inf)
+        flag.found_inf.copy_(found_inf.reshape(()))
         plan.written = False
         batches = plan.collect(allow_fp16=allow_fp16)
         return passes.check(plan, batches, inv_scale.to(flag.device), flag, divide=True, inverse=True)[0]
@@ -604,17 +604,17 @@ class GradScaler(torch.amp.GradScaler):
 
         If other ranks must agree, they are checked once per step; else by each call until a step or a joint clip.
         """
-        if self._scale is None or self._growth_tracker is None:
-            require_scale(self, "_check_inf_per_device", [optimizer])
         step = self._per_optimizer_states.open(optimizer)
-        if fused.may_check(self, step, optimizer):
-            phase = step.phase
-            try:
+        phase = step.phase
+        try:
+            if self._scale is None or self._growth_tracker is None:
+                require_scale(self, "_check_inf_per_device", [optimizer])
+            if fused.may_check(self, step, optimizer):
                 check(self, step, optimizer, divide=False)
-            except BaseException:
-                if step.phase is FAILED and phase not in (UNSCALED, CARRIED):
-                    step._enter(phase)  # `step` checks again, as the other ranks do
-                raise
+        except BaseException:
+            if step.phase is FAILED and phase not in (UNSCALED, CARRIED):
+                step._enter(phase)  # `step` checks again, as the other ranks do
+            raise
         flags: Flags = step["found_inf_per_device"]
         return flags
 

@@ -83,6 +83,15 @@ def reduced(gradient: Tensor) -> Tensor:
     return result
 
 
+def reduce_(parameters: Iterable[Tensor]) -> None:
+    """Replace every gradient by its `reduced` one."""
+    with torch.no_grad():
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is not None and (whole := reduced(grad)) is not grad:
+                parameter.grad = whole
+
+
 def is_dtensor(tensor: object) -> bool:
     """Return whether `tensor` is a DTensor; the module is not imported, as no DTensor exists before its import."""
     module = sys.modules.get("torch.distributed.tensor")

@@ -75,7 +75,7 @@ def check(
         elif not divide or batch.is_partial:
             check_batch(batch, found_inf, measures=measures)
         else:
-            here = scale if at_home and scale.dtype is torch.float32 else fp32_on(device, scale)
+            here = scale if at_home and (on_torch or scale.dtype is torch.float32) else fp32_on(device, scale)
             if on_torch and not inverse:
                 here = plan.inverse.of(here)
             if to_be_marked and (abs(here.item()) > 1.0 if inverse else plan.inverse.enlarges):

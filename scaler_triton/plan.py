@@ -17,7 +17,7 @@ from torch import Tensor
 
 from scaler_triton import gradients
 from scaler_triton.dispatch import Backend, Task, choose
-from scaler_triton.gradients import check_gradient, coalesce_fp16, local_tensor, reduced, sparse_values
+from scaler_triton.gradients import check_gradient, coalesce_fp16, local_tensor, sparse_values
 from scaler_triton.torch_ops import InverseScale, is_plain
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ class GradPlan:
         others: list[Batch] = []
         if not known:
             if summed:
-                self._reduce(grads)
+                gradients.reduce_(self.parameters)
+                grads = list(map(_grad_of, self.parameters))
             others = self._inspect(grads, allow_fp16)
             local, here = grads, list(map(is_not, grads, repeat(None)))
         batches = []
@@ -149,13 +150,6 @@ class GradPlan:
             return list(map(_shard_of, grads)) if same else []
         except AttributeError:  # a gradient is missing or no DTensor, or this torch has no such attribute
             return []
-
-    def _reduce(self, grads: list[Tensor | None]) -> None:
-        """Replace every gradient that has to be summed by its sum."""
-        with torch.no_grad():
-            for index, grad in enumerate(grads):
-                if grad is not None and (whole := reduced(grad)) is not grad:
-                    grads[index] = self.parameters[index].grad = whole
 
     def _inspect(self, grads: list[Tensor | None], allow_fp16: bool) -> list[Batch]:
         """Look at each gradient, and give those of a new form slots; return the batches of sparse and Partial ones.

@@ -10,6 +10,7 @@ The decision is made in fp64 and without a host wait, by `kernels/spike.py` or b
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ class Guard:
     def __init__(self, sigma: float | None, length: int, norms: Iterable[Sequence[float]] = ()) -> None:
         self.sigma, self.length = sigma, length
         self.loaded = [*norms]  # for windows that are still to be made, in their order
+        self._count = itertools.count()  # of windows made
 
     def numbers(self, steps: Iterable[OptimizerStep]) -> tuple[float | None, int, list[list[float]]]:
         """Return what makes an equal guard, with the norms of all windows; waits for the device."""
@@ -50,7 +52,7 @@ class Guard:
 
     def window(self, device: torch.device, requested: str) -> Window:
         """Return a new window on `device`."""
-        made = Window(self.sigma or 0.0, self.length, device, requested)
+        made = Window(self.sigma or 0.0, self.length, device, requested, next(self._count))
         if self.loaded:
             made.restore(self.loaded.pop(0))
         return made
@@ -62,9 +64,9 @@ class Window:
     The norm of the current step enters only when the next one is judged, as this one may be judged again.
     """
 
-    def __init__(self, sigma: float, length: int, device: torch.device, requested: str) -> None:
+    def __init__(self, sigma: float, length: int, device: torch.device, requested: str, number: int = 0) -> None:
         refuse_capture(device, "a guard's first step")
-        self.length, self._sigma = length, sigma
+        self.length, self._sigma, self.number = length, sigma, number
         self.by_kernel = choose(device, torch.float32, requested, task="guarding") == "triton"
         with torch.inference_mode(False):  # later steps write it outside that mode
             self.memory = torch.zeros(abi.HEADER + length, dtype=torch.float64, device=device)  # see `kernels.abi`
@@ -143,7 +145,9 @@ class Window:
 
 
 def _windows(steps: Iterable[OptimizerStep]) -> list[Window]:
-    return [step.window for step in steps if step.window is not None]
+    """Return the steps' windows in the order in which they were made, which is that of a checkpoint."""
+    made = [step.window for step in steps if step.window is not None]
+    return sorted(made, key=lambda window: window.number)
 
 
 def _sum(values: Tensor) -> Tensor:

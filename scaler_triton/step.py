@@ -56,22 +56,24 @@ class OptimizerStep(dict[str, Any]):
     | phase    | unscale_, clip | step                 | scale | update  | error in a check | in optimizer.step |
     |----------|----------------|----------------------|-------|---------|------------------|-------------------|
     | READY    | UNSCALED       | checks, STEPPED      |       | READY   | READY (1)        | UNSCALED (2)      |
-    | UNSCALED | raises (3)     | by its flag, STEPPED | (4)   | CARRIED |                  | UNSCALED          |
+    | UNSCALED | raises (3)     | by its flag, STEPPED | (4)   | (5)     |                  | UNSCALED          |
     | CARRIED  | UNSCALED       | by its flag, STEPPED | READY | CARRIED | CARRIED (1)      | UNSCALED          |
-    | FAILED   | raises (3)     | skips, STEPPED       | (4)   | CARRIED |                  |                   |
+    | FAILED   | raises (3, 6)  | skips, STEPPED       | (4)   | (5)     |                  |                   |
     | STEPPED  | raises         | raises               |       | READY   |                  |                   |
 
     (1) FAILED if gradients had been written, if the error was reported to other ranks, or if the reduction failed.
     (2) FAILED for a fused optimizer that was to divide by itself: it is unknown which gradients it has divided.
     (3) But `clip_grad_norm_(parameters=...)` clips again; the phase stays.
     (4) READY if `step` has raised: the loss belongs to another batch.
+    (5) CARRIED; READY if a loss was scaled since the check, as the gradients may be its own.
+    (6) UNSCALED if a loss was scaled since the failure, as a loop does that has dropped the batch.
 
     Other code may write "stage": the phase then follows it, in `Steps.open`.
     """
 
     __slots__ = (
         "captured", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome", "owner",
-        "phase", "plan", "raised", "reader", "stage", "takes_scaler", "window",
+        "phase", "plan", "raised", "reader", "stage", "stale", "takes_scaler", "window",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -93,7 +95,8 @@ class OptimizerStep(dict[str, Any]):
         self.fresh = False  # whether the running `step` made the check, so that its flag is as it left it
         self.captured = False  # whether the check was recorded into a graph
         self.raised = False  # whether the last call of `step` raised, and nothing was checked since
-        self.clipped = False  # whether the gradients were clipped since the last update
+        self.clipped = False  # whether the gradients were clipped since the last update, or a clip FAILED
+        self.stale = False  # whether a loss was scaled after the check of an UNSCALED or FAILED step
 
     def __reduce__(self) -> Any:
         return dict, ({"stage": self["stage"], _FLAGS: dict(self[_FLAGS])},)  # a copy is a plain state of torch's
@@ -104,6 +107,8 @@ class OptimizerStep(dict[str, Any]):
 
     def require_unscalable(self, hint: str = "", *, again: bool = False) -> None:
         """Raise torch's errors for a wrong order of calls; with `again`, UNSCALED and FAILED gradients are accepted."""
+        if self.phase is FAILED and self.stale and not again:
+            self.reset()
         if self.phase is STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         if self.phase in (UNSCALED, FAILED) and not again:
@@ -121,7 +126,7 @@ class OptimizerStep(dict[str, Any]):
             self.earlier.append(self.flag)
         self.flag, self[_FLAGS], self.fresh = flag, flags, by_step
         if divided:
-            self.raised = False
+            self.raised = self.stale = False
             self.phase = UNSCALED
             self["stage"] = self.stage = UNSCALED_STAGE
             is_read_later = not (by_step or self.captured)
@@ -148,7 +153,7 @@ class OptimizerStep(dict[str, Any]):
     def failed(self, home: torch.device | None) -> None:
         """Set the flag on each parameter's device, else on `home`; None keeps the agreed flag, for equal scales."""
         self._enter(FAILED)  # first, in case no flag can be made below
-        self.raised, self.outcome = False, None
+        self.raised, self.stale, self.outcome = False, False, None
         if home is None:
             return
         self.flag, self[_FLAGS] = None, {}
@@ -160,9 +165,12 @@ class OptimizerStep(dict[str, Any]):
 
     def stepped(self, outcome: bool | Flag | Tensor) -> None:
         """Leave `step`."""
+        self.outcome = outcome
+        if self.phase is CARRIED or (self.phase is READY and not self[_FLAGS]):  # the optimizer has called `update`
+            self.reset()
+            return
         self.phase = STEPPED
         self["stage"] = self.stage = STEPPED_STAGE
-        self.outcome = outcome
 
     def reset(self) -> None:
         """Begin the next step: its gradients are scaled and have not been checked."""
@@ -171,12 +179,12 @@ class OptimizerStep(dict[str, Any]):
         self[_FLAGS] = {}
         if self.earlier or self.kept:
             self.earlier, self.kept = [], {}
-        self.reader, self.raised, self.fresh, self.clipped = None, False, False, False
+        self.reader, self.raised, self.clipped = None, False, False
 
     def adopt(self) -> None:
         """Follow a stage that other code has written."""
         self.phase, self.stage = _PHASES.get(self["stage"], READY), self["stage"]
-        self.fresh = self.raised = False
+        self.raised = self.stale = False
 
     def own_flag(self, exposed: bool) -> Flag | None:
         """Return the flag, or None if other code had access (`exposed`) and the step no longer holds that flag."""
@@ -194,7 +202,7 @@ class Steps(dict[Any, Any]):
     def __init__(self, counters: Counters, requested: str) -> None:
         self.counters, self.requested = counters, requested  # the scaler's counters and the requested backend
         self.measures = False  # whether checks measure gradients
-        self.unfinished = False  # whether a step is CARRIED, or has raised: `scale` resets them
+        self.unfinished = False  # whether a step is CARRIED, UNSCALED or FAILED, or has raised: `scale` asks for them
         self.exposed = False  # whether other code has seen the steps: it may write flags at any time
         self.replayed = False  # whether graphs may write gradients without a call of `scale`
         self.scaled = False  # whether compiled code has scaled a loss, which `open` has not yet heard of
@@ -239,7 +247,7 @@ class Steps(dict[Any, Any]):
         return list({id(step): step for step in [*self.values()] if type(step) is OptimizerStep}.values())
 
     def loss_scaled(self) -> None:
-        """Make steps READY that are CARRIED, or divided when `step` raised: a new loss is being scaled."""
+        """Make steps READY that are CARRIED, or divided when `step` raised, others stale: a loss is being scaled."""
         for step in self.all():
             if step["stage"] is not step.stage:
                 step.adopt()
@@ -249,17 +257,21 @@ class Steps(dict[Any, Any]):
                 step[_FLAGS] = flags
             elif step.raised and step.phase in (UNSCALED, FAILED):
                 step.reset()
+            step.stale = step.phase in (UNSCALED, FAILED)
         self.unfinished = self.scaled = False
 
     def keep_unstepped(self, *, for_guard: bool = False) -> None:
         """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set.
 
-        A guard, whose callers may leave `scale` out, carries only what was clipped, and nothing that raised.
+        A guard, whose callers may leave `scale` out, carries only what was clipped, and nothing that raised. It carries
+        what FAILED only if another step is over: else the failure may have ended the batch.
         """
         copies = {UNSCALED: torch.clone, FAILED: torch.ones_like}
+        goes_on = any(step.phase is STEPPED for step in self.all())
         for step in self.all():
             if step.phase in copies:
-                kept = {} if for_guard and (step.raised or not step.clipped) else step[_FLAGS]
+                over = step.raised or not step.clipped or (step.phase is FAILED and not goes_on)
+                kept = {} if step.stale or (for_guard and over) else step[_FLAGS]
                 step.kept = {device: copies[step.phase](flag) for device, flag in kept.items()}
 
     def close(self, captured: bool) -> None:
@@ -284,7 +296,7 @@ class Steps(dict[Any, Any]):
 
         In a new one every step is READY, except where `states` holds torch's dict for an optimizer.
         """
-        if isinstance(states, Steps):
+        if isinstance(states, Steps) and states.counters is self.counters:
             return states
         steps = Steps(self.counters, self.requested)
         steps.exposed, steps.replayed, steps.measures = self.exposed, self.replayed, self.measures

@@ -110,7 +110,7 @@ class StepGuard(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and not self._ours.steps.awaiting():  # a step that is over waits for no update
-            begin_anew(self, self._ours.steps.all(), lambda error: None, by_check=False)
+            begin_anew(self, self._ours.steps.all(), lambda: None, by_check=False)
         return super().__getstate__()
 
     def set_limits(self, **changes: Any) -> None:

@@ -156,6 +156,30 @@ def test_a_check_that_fails_ends_its_step_in_a_loop_without_update(two, name, ho
     assert first == second == [[not bad for bad in is_bad], [[2.0] * WINDOW], ScalerStats(5, 1, 0, 0, 0, bad_step + 1)]
 
 
+def clipped_together(rank: int, name: str) -> tuple[list[list[bool]], Any]:
+    """In one batch the joint clip fails on rank 1, which goes on with steps and updates in turn, as the other does."""
+    guard, params, stepped = new_scaler("guard"), [cases.plain_param(4), cases.plain_param(4)], []
+    optimizers = [new_optimizer(name, [param]) for param in params]
+    for batch in range(3):
+        for param in params:
+            param.grad = torch.ones(4)
+        with cases.FirstOpFails() if (rank, batch) == (1, 1) else nullcontext():
+            said(guard.clip_grad_norm_, optimizers, 1.0)
+        before = [cases.digests([param]) for param in params]
+        for optimizer in optimizers:
+            said(guard.step, optimizer)
+            guard.update()
+        stepped.append([cases.digests([param]) != old for param, old in zip(params, before, strict=True)])
+    return stepped, guard.stats()
+
+
+@cases.NAMES
+def test_a_joint_clip_that_fails_on_one_rank_skips_all_its_steps_on_all(two, name):
+    (first, stats), second = two.run(clipped_together, name)
+    assert (first, stats) == second
+    assert first == [[True, True], [False, False], [True, True]]
+
+
 def checked_before_a_joint_clip(rank: int) -> list[list[float]]:
     """A framework has the second optimizer checked before both are clipped, then both, too; the windows after that."""
     guard, params = new_scaler("guard"), [cases.plain_param(1), cases.plain_param(1)]

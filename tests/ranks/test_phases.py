@@ -1,6 +1,7 @@
 """Differences 18 and 23 over ranks: steps after `update`, and batches after a step that did not return."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -96,6 +97,27 @@ def test_23_a_rank_whose_step_failed_joins_the_reduction_of_the_next_batch(two, 
     first, second = two.run(step_that_failed, kind, layout, name, gradless)
     assert first == ([1.0] * 6 if gradless == 0 else stepped(INIT_SCALE, INIT_SCALE), 1, INIT_SCALE)
     assert second == ([1.0] * 6 if gradless == 1 else stepped(INIT_SCALE), 1, INIT_SCALE)
+
+
+def check_that_failed(rank: int, how: str, name: str) -> list[float]:
+    """Rank 1 cannot check a batch, and no rank updates after it: all go on with the next batch."""
+    scaler, param = new_scaler("sharded"), cases.plain_param(4)
+    optimizer = new_optimizer(name, [param])
+    for batch in range(3):
+        _begin(scaler, param)
+        if (rank, batch) == (1, 1):
+            param.grad = torch.ones(1).expand(4)
+        with suppress(RuntimeError):
+            scaler.unscale_(optimizer) if how == "unscale_" else scaler.clip_grad_norm_(optimizer, 100.0)
+            scaler.step(optimizer)
+            scaler.update()
+    return cases.numbers(param)
+
+
+@pytest.mark.parametrize("how", ["unscale_", "clip"])
+def test_a_rank_whose_check_failed_joins_those_of_the_next_batch(two, how):
+    first, second = two.run(check_that_failed, how, "sgd")
+    assert first == second == [1.0 - 2 * LEARNING_RATE * GRADIENT / INIT_SCALE] * 4
 
 
 # A new batch in the tensors of the last one.

@@ -140,6 +140,16 @@ def test_the_flags_that_an_override_returns_count(value: float, found: float, sh
     assert flags(scaler, optimizer) == [found]
 
 
+def test_an_override_may_pass_a_flag_of_one_element_as_torchs_sharded_scaler_does() -> None:
+    class Passes(GradScaler):
+        def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True) -> Any:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf.reshape(1), allow_fp16)
+
+    scaler, optimizer = a_scaler(Passes), sgd([torch.tensor([math.inf])])
+    scaler.unscale_(optimizer)
+    assert flags(scaler, optimizer) == [1.0]
+
+
 @pytest.mark.parametrize("calls_ours", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_an_override_that_raises_may_have_written_unless_ours_refused(dtype: torch.dtype, calls_ours: bool) -> None:

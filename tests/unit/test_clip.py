@@ -288,6 +288,25 @@ def test_of_optimizers_clipped_together_one_without_gradients_has_nothing_to_ski
 EXPANDED = torch.ones(1).expand(2)  # a gradient that is refused when it is looked at
 
 
+def test_of_several_optimizers_all_gradients_are_validated_before_one_is_written() -> None:
+    optimizers, scaler = [sgd([torch.ones(2)]), sgd([EXPANDED])], scaler_on()
+    for norm_type in (2.0, math.inf):
+        with pytest.raises(RuntimeError, match="more than one element"):
+            scaler.clip_grad_norm_(optimizers, 1.0, norm_type)
+        assert grads(optimizers[0]) == [1.0]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_an_overridden_unscale_is_called(norm_type: float) -> None:
+    class Notes(GradScaler):
+        def unscale_(self, optimizer: Any) -> None:
+            super().unscale_(optimizer)
+            seen.append(optimizer)
+
+    seen, optimizer, scaler = [], sgd([torch.full((1,), 8.0)]), started(Notes, "cpu", init_scale=4.0)
+    assert (scaler.clip_grad_norm_(optimizer, 1.0, norm_type).item(), seen) == (2.0, [optimizer])
+
+
 WRITING = [("at once", "passes.clip_batch_"), ("norm", "clip._norm_of_terms"), ("norm", "clip._multiply_")]
 
 

@@ -179,6 +179,12 @@ def test_a_scale_is_taken_as_it_is_assigned(place: Place, scale: Tensor) -> None
     assert [flag.item() for flag in found.values()] == [0.0]
 
 
+def test_the_inverse_of_an_fp64_scale_is_rounded_once() -> None:
+    scale = torch.tensor(3.0 + 1e-7, dtype=torch.float64)
+    _, (parameter,), _ = check([torch.ones(1)], Place("cpu", "torch"), scale=scale)
+    assert parameter.grad.item() == (1.0 / scale).float().item() != (1.0 / scale.float()).item()
+
+
 @PLACES
 def test_what_stands_for_a_partial_gradient_is_only_checked(place: Place) -> None:
     plan, _, _ = check([torch.ones(1)], place, divide=False)

@@ -345,6 +345,57 @@ def test_a_second_try_that_fails_after_writes_is_skipped_whatever_is_scaled() ->
     assert (values(optimizer), scaler.was_skipped(optimizer)) == ([0.0], True)
 
 
+@pytest.mark.parametrize("method", ["unscale_", "clip_grad_norm_"])
+def test_a_loop_may_drop_a_batch_whose_check_failed_after_writes(method: str) -> None:
+    scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
+    given, fails = ((), "unscale_batch_") if method == "unscale_" else ((100.0,), "clip_batch_")
+    with pytest.raises(MemoryError):
+        call(method, *given, fails=fails, after=True)(scaler, optimizer)
+    scale(scaler)
+    renew(optimizer)
+    getattr(scaler, method)(optimizer, *given)
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
+def test_gradients_of_a_loss_scaled_between_check_and_update_are_divided() -> None:
+    """As where a first pass is only looked at, by `unscale_`, and its step left out."""
+    scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
+    scaler.unscale_(optimizer)
+    scale(scaler)
+    renew(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_an_update_by_the_optimizers_own_hook_ends_its_step(kind: str) -> None:
+    scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of(kind)
+    optimizer.register_step_post_hook(lambda *_: scaler.update())
+    for step in (1, 2):
+        scale(scaler)
+        renew(optimizer)
+        scaler.step(optimizer)
+        assert (values(optimizer), scaler.stats().updates) == ([-float(step)], step)
+
+
+def test_an_optimizer_may_be_freed_while_an_update_looks_at_all() -> None:
+    scaler, kept = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
+    freed = [optimizer_of()]
+    scaler._ours.steps.open(freed[0])
+
+    class Frees(dict):  # type: ignore[type-arg]
+        def __getitem__(self, key: str) -> Any:
+            freed.clear()
+            return super().__getitem__(key)
+
+    scaler._per_optimizer_states = {0: Frees(stage=OptState.READY, found_inf_per_device={})}
+    scaler.step(kept)
+    scaler.update()
+    assert (values(kept), freed) == ([-1.0], [])
+
+
 def test_gradients_that_were_unscaled_after_a_step_that_failed_stay_so_whatever_is_scaled() -> None:
     """The step has checked nothing, and what is scaled later may be the loss of another optimizer."""
     scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()

@@ -290,6 +290,15 @@ def test_a_copy_goes_on_as_the_first_one(clone: Callable[[StepGuard], StepGuard]
     assert skipped(other, sgd([torch.ones(1)]), [2.2, 1.1, 30.0, 1.1]) == "x.x."
 
 
+def test_windows_are_saved_in_the_order_in_which_they_were_made() -> None:
+    guard, optimizers = StepGuard("cpu", spike_sigma=3.0, window=4), [sgd([torch.full((1,), n)]) for n in (1.0, 2.0)]
+    for optimizer in optimizers:
+        guard._ours.steps.open(optimizer)
+    for optimizer in reversed(optimizers):
+        guard.step(optimizer)
+    assert guard.state_dict()[KEY]["windows"] == [[2.0], [1.0]]
+
+
 @pytest.mark.parametrize(("window", "kept"), [(2, [1.5, 1.25]), (3, [1.0, 1.5, 1.25]), (9, [1.5, 1.0, 1.5, 1.25])])
 def test_a_window_of_another_length_is_taken_as_far_as_it_goes(window: int, kept: list[float]) -> None:
     other = StepGuard("cpu", spike_sigma=3.0, window=window)
