@@ -289,6 +289,8 @@ class GradScaler(torch.amp.GradScaler):
                         check(self, step, optimizer, divide=True, by_step=True)
                 if not step["found_inf_per_device"]:
                     raise AssertionError("No inf checks were recorded for this optimizer.")
+                if type(self)._maybe_opt_step is not GradScaler._maybe_opt_step:  # it may write the flags
+                    steps.exposed, step.fresh = True, False
                 result = self._maybe_opt_step(optimizer, step, *args, **kwargs)
                 if step.outcome is None:  # a subclass's `_maybe_opt_step` does not call ours
                     step.outcome = any_flag(step["found_inf_per_device"].values(), scale.device)

@@ -73,7 +73,7 @@ class OptimizerStep(dict[str, Any]):
 
     __slots__ = (
         "captured", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome", "owner",
-        "phase", "plan", "raised", "reader", "stage", "stale", "takes_scaler", "window",
+        "phase", "plan", "raised", "reader", "running", "stage", "stale", "takes_scaler", "window",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -95,6 +95,7 @@ class OptimizerStep(dict[str, Any]):
         self.fresh = False  # whether the running `step` made the check, so that its flag is as it left it
         self.captured = False  # whether the check was recorded into a graph
         self.raised = False  # whether the last call of `step` raised, and nothing was checked since
+        self.running = False  # whether `step` was called since the last update
         self.clipped = False  # whether the gradients were clipped since the last update, or a clip FAILED
         self.stale = False  # whether a loss was scaled after the check of an UNSCALED or FAILED step
 
@@ -119,6 +120,7 @@ class OptimizerStep(dict[str, Any]):
         if self.phase is STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         self.raised = self.fresh = False
+        self.running = True
 
     def checked(self, flag: Flag, flags: Flags, *, divided: bool, by_step: bool = False) -> None:
         """Store the flag that the ranks agreed on after a check, which `divided` or only read; `by_step`: in `step`."""
@@ -166,7 +168,7 @@ class OptimizerStep(dict[str, Any]):
     def stepped(self, outcome: bool | Flag | Tensor) -> None:
         """Leave `step`."""
         self.outcome = outcome
-        if self.phase is CARRIED or (self.phase is READY and not self[_FLAGS]):  # the optimizer has called `update`
+        if not self.running:  # the optimizer has called `update`
             self.reset()
             return
         self.phase = STEPPED
@@ -179,7 +181,7 @@ class OptimizerStep(dict[str, Any]):
         self[_FLAGS] = {}
         if self.earlier or self.kept:
             self.earlier, self.kept = [], {}
-        self.reader, self.raised, self.clipped = None, False, False
+        self.reader, self.raised, self.clipped, self.running = None, False, False, False
 
     def adopt(self) -> None:
         """Follow a stage that other code has written."""

@@ -380,6 +380,18 @@ def test_an_update_by_the_optimizers_own_hook_ends_its_step(kind: str) -> None:
         assert (values(optimizer), scaler.stats().updates) == ([-float(step)], step)
 
 
+def test_flags_that_an_overridden_maybe_opt_step_writes_count() -> None:
+    class Vetoes(GradScaler):
+        def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+            optimizer_state["found_inf_per_device"][CPU] = torch.ones(())
+            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+
+    scaler, optimizer = started(Vetoes, "cpu", init_scale=SCALE), optimizer_of()
+    scaler.step(optimizer)
+    scaler.update()
+    assert (values(optimizer), scaler.get_scale()) == ([0.0], SCALE / 2)
+
+
 def test_an_optimizer_may_be_freed_while_an_update_looks_at_all() -> None:
     scaler, kept = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
     freed = [optimizer_of()]
