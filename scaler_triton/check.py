@@ -79,12 +79,6 @@ class Ours:
             self.rows[device] = FlagRows(device, self.steps.measures)
         return self.rows[device]
 
-    def policy_on(self, device: torch.device) -> DevicePolicy:
-        """Return the numbers of the update rule on a device, made once."""
-        if device not in self.policies:
-            self.policies[device] = DevicePolicy(device)
-        return self.policies[device]
-
 
 def check(
     scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool = False, judge: bool = True
@@ -312,8 +306,7 @@ def ranks_that_wait(scaler: GradScaler, optimizers: Sequence[Any]) -> Ranks | No
     Where there is no scale yet it is made: the others back off in `update`, and so must this rank.
     """
     with suppress(Exception):  # such as an illegal process_group, which fails on every rank
-        held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-        together = scaler._ours.membership.find(held, scaler.process_group)
+        together = scaler._ours.membership.find(parameters_of(*optimizers), scaler.process_group)
         if together is not None and (scaler._scale is None or scaler._growth_tracker is None):
             scaler._lazy_init_scale_growth_tracker(_home_of(scaler, optimizers))
         return together
@@ -379,8 +372,7 @@ def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report
 
 def _home_of(scaler: GradScaler, optimizers: Sequence[Any]) -> torch.device:
     """Return where the scale of these optimizers belongs."""
-    held = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-    devices = [each.device for each in held if isinstance(each, Tensor)]
+    devices = [each.device for each in parameters_of(*optimizers) if isinstance(each, Tensor)]
     return next((each for each in devices if each.type == scaler._device), torch.device(scaler._device))
 
 

@@ -98,7 +98,7 @@ def clip_grad_norm_(
             for part in parts:
                 part.step.clipped = True
         else:
-            norm, refused = _clip_unscaled(scaler, _all_parameters(together), request, model)
+            norm, refused = _clip_unscaled(scaler, parameters_of(*together), request, model)
         if refused:
             raise RuntimeError(_NONFINITE.format(order))
         return norm
@@ -170,13 +170,13 @@ def _clip_by_passes(
 ) -> tuple[Tensor, bool]:
     """Unscale the optimizers one by one, then clip the chosen gradients by one norm; return as `_clip_at_once` does."""
     with _failure_joins(scaler, parts, request):
-        for part in parts:  # every gradient is validated before the first is written
+        ready = [part for part in parts if part.step.phase in (READY, CARRIED)]
+        for part in ready:  # every gradient is validated before the first is written
             part.plan.collect(allow_fp16=scaler._ours.allow_fp16)
-        for part in parts:
-            if part.step.phase in (READY, CARRIED):
-                scaler.unscale_(part.optimizer)
+        for part in ready:
+            scaler.unscale_(part.optimizer)
         flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), scaler._scale.device)
-        parameters = _all_parameters([part.optimizer for part in parts])
+        parameters = parameters_of(*(part.optimizer for part in parts))
         grads, counts = _local_gradients(parameters, chain(*(part.replicas for part in parts)), request.chosen)
         terms = _terms_of_norm(grads, counts, request.norm_type, flag)
     with _failure_skips(scaler, parts):
@@ -214,7 +214,7 @@ def _take_flag(scaler: GradScaler, part: Part, shared: Tensor, ranks: Ranks | No
     if flag is not None:
         flag.share(shared)
         step["found_inf_per_device"] = flags_on(scaler, flag, flags, part.plan, ranks)
-    elif flags:
+    else:
         step["found_inf_per_device"] = {device: shared.to(device, copy=True) for device in flags}
 
 
@@ -252,7 +252,7 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) 
                 fail(scaler, step, optimizer)
     with suppress(Exception):
         chosen = request.chosen
-        gradients.reduce_(each for each in _all_parameters(optimizers) if chosen is None or id(each) in chosen)
+        gradients.reduce_(each for each in parameters_of(*optimizers) if chosen is None or id(each) in chosen)
     with suppress(Exception):
         for step in steps:
             step.clipped = True
@@ -317,11 +317,6 @@ def _multiply_(grads: Sequence[Tensor], norm: Tensor, flag: Tensor, request: Req
     return False
 
 
-def _all_parameters(optimizers: Sequence[Any]) -> list[Tensor]:
-    """Return the parameters of all optimizers, in order; a shared one comes twice."""
-    return [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-
-
 def _checked_optimizers(optimizers: Any) -> list[Any]:
     """Return one optimizer or several as a list; raise if there is none, one comes twice, or one is no optimizer."""
     if hasattr(optimizers, "param_groups"):
@@ -348,6 +343,6 @@ def _chosen_ids(parameters: Iterable[Tensor] | Tensor, optimizers: Sequence[Any]
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=stacklevel())
     ids = {id(each) for each in chosen}
     trained = any(each.requires_grad for each in chosen)  # a frozen one may be in no optimizer
-    if trained and ids.isdisjoint(map(id, _all_parameters(optimizers))):
+    if trained and ids.isdisjoint(map(id, parameters_of(*optimizers))):
         warnings.warn(_NOT_HELD, stacklevel=stacklevel())
     return ids

@@ -131,10 +131,7 @@ def _step_with_scale(
         product, found_inf = product.clone() if isinstance(product, Tensor) else product, found_inf.clone()
     try:
         for each in (optimizer,) if inner is optimizer else (optimizer, inner):
-            try:  # `suppress` would cost more than all of this
-                each.grad_scale, each.found_inf = product, found_inf
-            except AttributeError:  # a wrapper with slots: the optimizer inside has the attributes
-                continue
+            each.grad_scale, each.found_inf = product, found_inf
         result = optimizer.step(*args, **kwargs)
     except BaseException:
         remove_scale(optimizer, inner)

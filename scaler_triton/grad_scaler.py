@@ -391,9 +391,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return {}
-        ours, scale, newest = self._ours, self._get_scale_async(), None
-        if scale is not None:
-            newest = ours.scale_copy.newest(scale)
+        ours, scale = self._ours, self._get_scale_async()
+        newest = None if scale is None else ours.scale_copy.newest(scale)
         known = asdict(ScalerStats.of(ours.counters.newest()))
         known["scale"] = self._init_scale if newest is None else newest[0] if isinstance(newest, list) else newest
         known["skip_share"] = known["skipped"] / max(1, known["updates"])
@@ -578,13 +577,12 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         """Create scale and tracker on `dev` (a device or its name) unless they are there already."""
         device = torch.device(dev)
-        if getattr(self, "_scale", None) is None:
-            refuse_capture(device, "a scaler's first scale")  # a replay would set it again
         # In torch.func's transforms they would have no address; updates outside inference mode must write them.
         module = sys.modules.get("torch._functorch.pyfunctorch")
         outside_transforms: Any = getattr(module, "temporarily_clear_interpreter_stack", nullcontext)
         with torch.inference_mode(False), outside_transforms():
             if getattr(self, "_scale", None) is None:  # a disabled scaler has no such attribute
+                refuse_capture(device, "a scaler's first scale")  # a replay would set it again
                 self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)
             if getattr(self, "_growth_tracker", None) is None:
                 self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)

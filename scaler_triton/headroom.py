@@ -132,13 +132,12 @@ class HeadroomRule(OnDevice):
     def measured_by(self, checked: Sequence[Any], device: torch.device) -> Tensor:
         """Return the largest gradient that steps' checks have measured, as a row at scale 1, fp64 [1, MEASURED_ROW]."""
         flags = [getattr(step, "flag", None) for step in checked]  # other code may have put plain dicts there
-        rows = [flag.measured.to(device) for flag in flags if flag is not None and flag.measured is not None]
+        rows = [flag.measured.to(device)[None] for flag in flags if flag is not None and flag.measured is not None]
         row = torch.zeros(1, MEASURED_ROW, dtype=torch.float64, device=device)
         row[0, MEASURED_AT] = 1.0
-        if rows:
-            found = torch.stack(rows)
-            unscaled = found[:, LARGEST] / found[:, MEASURED_AT]
-            row[0, LARGEST] = torch.where(unscaled > 0, unscaled, 0.0).amax()  # NaN where nothing was measured yet
+        found = torch.cat([row, *rows])
+        unscaled = found[:, LARGEST] / found[:, MEASURED_AT]
+        row[0, LARGEST] = torch.where(unscaled > 0, unscaled, 0.0).amax()  # NaN where nothing was measured yet
         return row
 
     def options(self, measured: Any) -> dict[str, Any]:

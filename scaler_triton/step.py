@@ -179,8 +179,7 @@ class OptimizerStep(dict[str, Any]):
         self.phase = READY
         self["stage"] = self.stage = READY_STAGE
         self[_FLAGS] = {}
-        if self.earlier or self.kept:
-            self.earlier, self.kept = [], {}
+        self.earlier, self.kept = [], {}
         self.reader, self.raised, self.clipped, self.running = None, False, False, False
 
     def adopt(self) -> None:
@@ -251,8 +250,6 @@ class Steps(dict[Any, Any]):
     def loss_scaled(self) -> None:
         """Make steps READY that are CARRIED, or divided when `step` raised, others stale: a loss is being scaled."""
         for step in self.all():
-            if step["stage"] is not step.stage:
-                step.adopt()
             if step.phase is CARRIED:
                 flags = step[_FLAGS]  # a caller has checked the gradients since the update
                 step.reset()
@@ -284,8 +281,6 @@ class Steps(dict[Any, Any]):
                 del self[key]  # other code has put it here, or its optimizer is freed
                 continue
             phase, kept = step.phase, step.kept
-            if phase is READY and not step[_FLAGS]:
-                continue
             step.reset()
             # A replay may write new gradients without a call of `scale`.
             if phase is CARRIED or (kept and phase in (UNSCALED, FAILED) and (captured or not self.replayed)):
@@ -304,17 +299,12 @@ class Steps(dict[Any, Any]):
         steps.exposed, steps.replayed, steps.measures = self.exposed, self.replayed, self.measures
         for before in self.all():
             step, owner = OptimizerStep(), before.owner()
-            if owner is not None:
-                step.plan, step.outcome, step.window = before.plan, before.outcome, before.window
-                for handle in before.handles.values():
-                    if (optimizer := handle()) is not None:
-                        steps._add_handle(step, optimizer, owns=optimizer is owner)
+            step.plan, step.outcome, step.window = before.plan, before.outcome, before.window
+            for handle in before.handles.values():
+                if (optimizer := handle()) is not None:
+                    steps._add_handle(step, optimizer, owns=optimizer is owner)
         for key, state in states.items():
-            known = steps.get(key)
-            if type(known) is OptimizerStep and type(state) is not OptimizerStep:
-                known.update(state)
-            else:
-                steps[key] = state
+            steps[key].update(state)
         return steps
 
     def awaiting(self) -> list[Any]:
@@ -329,8 +319,6 @@ class Steps(dict[Any, Any]):
             owner = step.owner()
             if given is None or (owner is not None and any(id(each) in given for each in parameters_of(owner))):
                 step.reset()
-        if given is None:
-            self.unfinished = False
 
     def outcome(self, optimizer: Any) -> bool | Tensor | None:
         """Return whether the last step was skipped, or a copy of its flag on the device; None if unknown."""
@@ -352,8 +340,7 @@ class Steps(dict[Any, Any]):
             was_another = type(found) is OptimizerStep and (found.owner() is None or id(inner) in found.handles)
             if found is not None and not was_another:  # else the id is that of a freed one
                 step.update(found)  # a plain dict, or another optimizer's state that a framework has moved here
-        if step.owner is _nobody:
-            self._add_handle(step, inner, owns=True)
+        self._add_handle(step, inner, owns=True)
         if inner is not optimizer:
             if given is not step and _has_no_owner(given) and id(optimizer) in step.handles:
                 step.update(given)  # a framework has put another state there to reset it
@@ -406,15 +393,13 @@ def unwrap(optimizer: Any) -> Any:
 
 def _same_groups(groups: Any, others: Any) -> bool:
     """Return whether the groups hold the same lists of parameters, which alone survive `load_state_dict`."""
-    if groups is others:
-        return True
     pairs = itertools.zip_longest(groups, others)  # a container of optimizers makes a new list of groups each time
     return all(mine is theirs or mine["params"] is theirs["params"] for mine, theirs in pairs)
 
 
-def parameters_of(optimizer: Any) -> list[Tensor]:
-    """Return the parameters of an optimizer, in order; the list may be the optimizer's own and must not be written."""
-    groups = optimizer.param_groups
-    if type(groups) is list and len(groups) == 1 and type(groups[0]["params"]) is list:
+def parameters_of(*optimizers: Any) -> list[Tensor]:
+    """Return all parameters, in order, a shared one twice; the list may be an optimizer's own: do not write it."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if len(groups) == 1 and type(groups[0]["params"]) is list:
         return groups[0]["params"]
     return [parameter for group in groups for parameter in group["params"]]

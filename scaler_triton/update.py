@@ -147,7 +147,9 @@ class Home:
         self.scale, self.growth_tracker, self.device = scale, growth_tracker, scale.device
         self.rows: FlagRows = ours.rows_on(scale.device)
         self.by_kernel = choose_for_scale(scale, ours.steps.requested) == "triton"
-        self.policy: Any = ours.policy_on(scale.device) if self.by_kernel else None
+        if self.by_kernel and self.device not in ours.policies:
+            ours.policies[self.device] = DevicePolicy(self.device)
+        self.policy: Any = ours.policies.get(self.device)
         self.counters = ours.counters.on(scale.device)
         # Fake tensors cannot be read.
         on_host = not self.by_kernel and scale.is_cpu and type(scale) is type(growth_tracker) is Tensor
@@ -247,13 +249,10 @@ def numbers_changed(scaler: GradScaler) -> None:
 
 def _wait_for_readers(device: torch.device, checked: Sequence[Any]) -> None:
     """Make the current stream wait for fused steps on other streams, whose flags the update is going to clear."""
-    here = None
+    launch = kernels().launch
     for step in checked:
-        if step.reader is not None:
-            launch = kernels().launch
-            here = launch.current_stream(device) if here is None else here
-            if step.reader != here:
-                torch.cuda.current_stream(device).wait_stream(launch.stream(device, step.reader))
+        if step.reader is not None and step.reader != launch.current_stream(device):
+            torch.cuda.current_stream(device).wait_stream(launch.stream(device, step.reader))
 
 
 def _check_numbers(scale: Any, growth_tracker: Any) -> None:

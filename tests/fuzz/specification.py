@@ -416,19 +416,24 @@ class Specification(torch.amp.GradScaler):
             self._skips.pop(id(optimizer), None)
         for optimizer in optimizers:  # all of them are checked before the first is written
             grads.sum_up(parameters_of(optimizer))
-            if not self.allows_fp16 and any(map(is_fp16, gradients_of(optimizer))):
-                raise ValueError("Attempting to unscale FP16 gradients.")
-            if any(map(grads.overlaps, gradients_of(optimizer))):
-                raise RuntimeError(OVERLAP)
+            self._validate(optimizer)
         inverse = self._scale.double().reciprocal().float().double().reshape(())
         exact = torch.linalg.vector_norm(grads.together(chosen)) * inverse
         self._unscale_all(optimizers)
         return exact, bool(inverse.isfinite())
 
+    def _validate(self, optimizer: Any) -> None:
+        if not self.allows_fp16 and any(map(is_fp16, gradients_of(optimizer))):
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        if any(map(grads.overlaps, gradients_of(optimizer))):
+            raise RuntimeError(OVERLAP)
+
     def _unscale_all(self, optimizers: Sequence[Any]) -> None:
-        for optimizer in optimizers:
-            if is_ready(self._per_optimizer_states[id(optimizer)]):
-                self.unscale_(optimizer)
+        ready = [optimizer for optimizer in optimizers if is_ready(self._per_optimizer_states[id(optimizer)])]
+        for optimizer in ready:  # here, too
+            self._validate(optimizer)
+        for optimizer in ready:
+            self.unscale_(optimizer)
 
     def _skip_together(self, optimizers: Sequence[Any]) -> bool:
         """Have all of them skip if one overflowed; return whether any did."""

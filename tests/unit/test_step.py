@@ -402,7 +402,7 @@ def test_an_optimizer_may_be_freed_while_an_update_looks_at_all() -> None:
             freed.clear()
             return super().__getitem__(key)
 
-    scaler._per_optimizer_states = {0: Frees(stage=OptState.READY, found_inf_per_device={})}
+    scaler._per_optimizer_states[0] = Frees(stage=OptState.READY, found_inf_per_device={})
     scaler.step(kept)
     scaler.update()
     assert (values(kept), freed) == ([-1.0], [])
