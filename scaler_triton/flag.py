@@ -94,10 +94,11 @@ class Flag:
         else:
             if captured or not self.cleared:
                 self.status.zero_()
-            self.cleared = self.saved = self._copied = False
+            self.cleared = self._copied = False
         if self.measured is not None:
             self.measured.zero_()
-        self.shared, self._summed_over = False, None
+        self.saved = self.shared = False
+        self._summed_over = None
 
     def add(self, flags: Iterable[Tensor]) -> None:
         """Set the flag if any of `flags` is set, which are on other devices or were returned by an override."""

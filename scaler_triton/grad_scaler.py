@@ -564,8 +564,9 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _per_optimizer_states(self) -> Steps:
-        self._ours.steps.exposed = True
-        return self._ours.steps
+        steps = self._ours.steps
+        steps.exposed = steps.unfinished = True  # other code may write stages
+        return steps
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Mapping[Any, Any]) -> None:

@@ -180,12 +180,12 @@ class OptimizerStep(dict[str, Any]):
         self["stage"] = self.stage = READY_STAGE
         self[_FLAGS] = {}
         self.earlier, self.kept = [], {}
-        self.reader, self.raised, self.clipped, self.running = None, False, False, False
+        self.reader, self.raised, self.stale, self.clipped, self.running = None, False, False, False, False
 
     def adopt(self) -> None:
         """Follow a stage that other code has written."""
         self.phase, self.stage = _PHASES.get(self["stage"], READY), self["stage"]
-        self.raised = self.stale = False
+        self.raised = False
 
     def own_flag(self, exposed: bool) -> Flag | None:
         """Return the flag, or None if other code had access (`exposed`) and the step no longer holds that flag."""
@@ -250,13 +250,16 @@ class Steps(dict[Any, Any]):
     def loss_scaled(self) -> None:
         """Make steps READY that are CARRIED, or divided when `step` raised, others stale: a loss is being scaled."""
         for step in self.all():
+            if step["stage"] is not step.stage:
+                step.adopt()
             if step.phase is CARRIED:
                 flags = step[_FLAGS]  # a caller has checked the gradients since the update
                 step.reset()
                 step[_FLAGS] = flags
             elif step.raised and step.phase in (UNSCALED, FAILED):
                 step.reset()
-            step.stale = step.phase in (UNSCALED, FAILED)
+            elif step.phase in (UNSCALED, FAILED):
+                step.stale = True
         self.unfinished = self.scaled = False
 
     def keep_unstepped(self, *, for_guard: bool = False) -> None:
@@ -362,13 +365,13 @@ class Steps(dict[Any, Any]):
 
 
 def _forget(registry: weakref.ref[Steps], key: int, handle: Any) -> None:
-    """Drop a freed optimizer's step; if its flag counts in the next update, that update drops it."""
+    """Drop a freed optimizer's step; if it is checked or over, the next update drops it."""
     steps = registry()
     step = None if steps is None else steps.get(key)
     if steps is None or type(step) is not OptimizerStep or step.handles.get(key) is not handle:
         return
     del steps[key]
-    if step.owner is handle and step[_FLAGS]:
+    if step.owner is handle and (step[_FLAGS] or step["stage"] is not READY_STAGE):
         steps["freed", id(step)] = step
 
 

@@ -6,6 +6,7 @@ torch's three stages become these phases, by three more keys of torch's dicts an
 - FAILED: stage UNSCALED and `failed` in the state. The step is skipped whatever the flag.
 - stage UNSCALED and `began` in the state: its step() raised. The next `scale` makes it READY (difference 23).
 - CARRIED: stage READY and an entry in `_carried`, the flag. The next `scale` makes it READY (difference 18).
+- stage UNSCALED and `stale` in the state: a loss was scaled since the check, so it is not carried.
 - stage UNSCALED and `stays` in the state: it was clipped with others, or carried. No look overrules its flag.
 """
 
@@ -141,6 +142,7 @@ class Specification(torch.amp.GradScaler):
     """
 
     allows_fp16 = False
+    overrides_unscale = False
     tells_sparse = True
 
     def __init__(self, *, limits: dict[str, Any] | None = None, **options: Any) -> None:
@@ -242,6 +244,8 @@ class Specification(torch.amp.GradScaler):
                 # Difference 23: torch takes the gradients of a later loss for those that it has unscaled.
                 state.clear()
                 state.update(_refresh_per_optimizer_state())
+            elif state["stage"] is OptState.UNSCALED:
+                state["stale"] = True
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Any) -> None:
@@ -249,7 +253,7 @@ class Specification(torch.amp.GradScaler):
         super().unscale_(optimizer)
         if self._enabled:
             state = self._per_optimizer_states[id(optimizer)]
-            for word in ("began", "failed", "stays"):
+            for word in ("began", "failed", "stays", "stale"):
                 state.pop(word, None)
             self._carried.pop(id(optimizer), None)
 
@@ -378,7 +382,7 @@ class Specification(torch.amp.GradScaler):
         if not self._enabled:
             return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
         self._check_order(optimizers, again=parameters is not None)
-        if parameters is None and order == 2.0:
+        if parameters is None and order == 2.0 and not self.overrides_unscale:
             exact, promised = self._unscale_at_once(optimizers, chosen)
         else:
             self._unscale_all(optimizers)
@@ -462,7 +466,8 @@ class Specification(torch.amp.GradScaler):
 
     def _unstepped(self) -> dict[int, bool]:
         """Return the flags to carry: before the update, which adds up the flags in one of them."""
-        unscaled = {k: s for k, s in self._per_optimizer_states.items() if s["stage"] is OptState.UNSCALED}
+        states = {k: s for k, s in self._per_optimizer_states.items() if not s.get("stale")}
+        unscaled = {k: s for k, s in states.items() if s["stage"] is OptState.UNSCALED}
         failed = {key for key, state in unscaled.items() if state.get("failed")}
         checked = {key for key, state in unscaled.items() if state["found_inf_per_device"]}  # else nothing was divided
         return {key: key in failed or any_set(unscaled[key]["found_inf_per_device"]) for key in failed | checked}

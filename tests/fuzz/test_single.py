@@ -76,6 +76,7 @@ class Programs(TwoWorlds):
         self.ours = World(ours, [spec.build(self.half) for spec in specs])
         self.theirs = World(theirs, [spec.build(self.half) for spec in specs], buried=[])
         theirs.tells_sparse = self.backend == "torch"
+        theirs.overrides_unscale = overrides > 0 and "unscale_" in OVERRIDDEN[overrides - 1]
         if started:
             self.loss()
 
