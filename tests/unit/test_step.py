@@ -669,6 +669,9 @@ def test_the_flag_of_an_optimizer_that_is_freed_before_update_counts(gradient: f
     scaler.update()
     assert scaler.get_scale() == (SCALE if gradient == 8.0 else SCALE / 2)
     assert not scaler._ours.steps
+    scaler.unscale_(sgd([None]))  # no flag, but torch refuses this, too
+    with pytest.raises(AssertionError, match="may only be pickled at the beginning"):
+        pickle.dumps(scaler)
 
 
 def test_an_optimizer_without_weak_references_is_kept_as_long_as_the_scaler() -> None:
