@@ -321,7 +321,7 @@ def fail_early(scaler: GradScaler, optimizer: Any, *, by_step: bool) -> None:
             step = scaler._ours.steps.open(optimizer)
             fail(scaler, step, optimizer, together)
             if by_step:
-                step.raised = scaler._ours.steps.unfinished = True
+                step.raised = True
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
