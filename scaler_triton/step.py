@@ -203,7 +203,7 @@ class Steps(dict[Any, Any]):
     def __init__(self, counters: Counters, requested: str) -> None:
         self.counters, self.requested = counters, requested  # the scaler's counters and the requested backend
         self.measures = False  # whether checks measure gradients
-        self.unfinished = False  # whether a step is CARRIED, UNSCALED or FAILED, or has raised: `scale` asks for them
+        self.unfinished = False  # whether a step may be CARRIED, UNSCALED or FAILED: `scale` must look
         self.exposed = False  # whether other code has seen the steps: it may write flags at any time
         self.replayed = False  # whether graphs may write gradients without a call of `scale`
         self.scaled = False  # whether compiled code has scaled a loss, which `open` has not yet heard of
@@ -248,7 +248,7 @@ class Steps(dict[Any, Any]):
         return list({id(step): step for step in [*self.values()] if type(step) is OptimizerStep}.values())
 
     def loss_scaled(self) -> None:
-        """Make steps READY that are CARRIED, or divided when `step` raised, others stale: a loss is being scaled."""
+        """Make a step READY that is CARRIED, or was divided when `step` raised; other divided ones become stale."""
         for step in self.all():
             if step["stage"] is not step.stage:
                 step.adopt()

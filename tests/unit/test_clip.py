@@ -390,6 +390,14 @@ def test_without_fsdp1s_module_the_norm_is_refused(way: str, model: Any, text: s
     assert (phases(scaler, optimizer), reduced) == ([READY], [])
 
 
+def test_what_a_guards_check_has_guessed_of_fsdp1_is_no_norm_to_clip_by(reduced: list[Any]) -> None:
+    guard, optimizer = StepGuard("cpu", spike_sigma=3.0), sgd([torch.ones(2)])
+    held(optimizer)[0]._fsdp_flattened = True
+    guard.step(optimizer)
+    with pytest.raises(ValueError, match="^model must be .* parameter 0 is .* NoneType$"):
+        guard.clip_grad_norm_(optimizer, 1.0)
+
+
 @WAYS
 def test_a_gradient_may_be_sharded_in_another_way_than_its_parameter(way: str, reduced: list[Any]) -> None:
     """A copy of four elements on each of two ranks counts as much as a shard of two on each."""
