@@ -22,10 +22,10 @@ _FLAG, _FAILED, _SCALE, _EXCESS = map(tl.constexpr, range(abi.STATUS))
     do_not_specialize_on_alignment=["scale_ptr", "totals_ptr", "norm_ptr", "status_ptr"],
 )
 def _clip_kernel(
-    address_ptr,
     numel_ptr,
     chunk_tensor_ptr,
     chunk_index_ptr,
+    address_ptr,
     scale_ptr,
     totals_ptr,
     norm_ptr,
@@ -45,7 +45,7 @@ def _clip_kernel(
     if tl.program_id(0) == 0:
         tl.store(norm_ptr, norm)
         write_status(totals_ptr, overflows, status_ptr, ranks)
-    _, index, address, n_elements = read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr)
+    _, index, address, n_elements = read_table(numel_ptr, chunk_tensor_ptr, chunk_index_ptr, address_ptr)
     if (address != 0) & ((inv != 1.0) | (coef != 1.0)):
         body_ptr, limit, has_edges = find_body(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
         grads = load_body(body_ptr, limit, BLOCK_SIZE, UNROLL)
@@ -112,4 +112,4 @@ def launch_clip(
         return
     launch = table.launches.get("clip") or table.add_launch("clip", _clip_kernel)
     status, ranks = (norm, 0) if status is None else (status, ranks)
-    launch(table.n_chunks, scale, totals, norm, status, float(max_norm), ranks)
+    launch(table.n_chunks, table.addresses, scale, totals, norm, status, float(max_norm), ranks)

@@ -29,10 +29,10 @@ _FINISH_WARPS = 16
     do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr", "generation_ptr", "measured_ptr"]
 )
 def _sum_squares_kernel(
-    address_ptr,
     numel_ptr,
     chunk_tensor_ptr,
     chunk_index_ptr,
+    address_ptr,
     bits_ptr,
     found_inf_ptr,
     weight_ptr,
@@ -44,7 +44,7 @@ def _sum_squares_kernel(
     UNROLL: tl.constexpr,
     MEASURE: tl.constexpr,
 ):
-    tensor, index, address, n_elements = read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr)
+    tensor, index, address, n_elements = read_table(numel_ptr, chunk_tensor_ptr, chunk_index_ptr, address_ptr)
     total = tl.zeros((), tl.float64)
     if address != 0:
         total = _sum_squares(measured_ptr, address, n_elements, index, 1.0, DTYPE, BLOCK_SIZE, UNROLL, MEASURE)
@@ -149,7 +149,8 @@ def launch_sum_of_squares(
         key = "norm", measures
         launch = table.launches.get(key) or table.add_launch(key, _sum_squares_kernel, MEASURE=measures)
         measured = table.measured if measures else table.generation
-        launch(table.n_chunks, table.bits, found_inf, table.weights, table.partials, table.generation, measured)
+        marks = table.bits, found_inf, table.weights, table.partials, table.generation
+        launch(table.n_chunks, table.addresses, *marks, measured)
     finish = table.launches.get("finish")
     if finish is None:
         finish = Launch(_finish_kernel, table.device, num_warps=_FINISH_WARPS, BLOCK_SIZE=PARTIALS_BLOCK)

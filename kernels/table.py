@@ -11,6 +11,10 @@ from torch import Tensor
 from scaler_triton.kernels import abi, launch
 from scaler_triton.kernels.config import DEFAULT, LaunchConfig
 
+# Addresses that a table keeps: most training loops alternate between two or three lists of them, which the allocator
+# finds free, and a copy costs the host more than the launch.
+KEPT = 4
+SPARE = 2  # rows for a captured step, which may check and divide
 # The partial sums of a norm are padded to whole blocks of so many.
 PARTIALS_BLOCK = 4096
 
@@ -26,7 +30,7 @@ class GradTable:
     step. A step's calls are made on one stream; whoever changes it between steps has the new one wait for the old.
 
     Attributes:
-        addresses, numels: int64 `[N]`, on the device.
+        addresses, numels: int64 `[N]`, on the device; another tensor of addresses in each step.
         chunk_tensors, chunk_indices: int32 `[n_chunks]`, on the device: the tensor of each chunk, its index in that.
         bits: the marks, int32 `[N, GENERATIONS]`, on the device, see `abi`. The first mark of a later generation
             replaces an earlier one in its place.
@@ -34,6 +38,7 @@ class GradTable:
         partials: a norm's partial sums: fp64, on the device, one per chunk, padded with zeros to whole blocks.
         weights: what each tensor's sum of squares is multiplied by: fp64 `[N]`, on the device, 1 at first.
         n_tensors, n_chunks: N, and the programs in a launch over this table; 0 where no tensor has elements.
+        captured: what graphs copy addresses to, and from, at each replay.
         launches: what was launched over this table, by the launch function's own key.
     """
 
@@ -55,44 +60,69 @@ class GradTable:
         self.n_tensors, self.n_chunks = len(numels), len(tensors)
         self.chunk_tensors, self.chunk_indices = _sent(tensors, device), _sent(indices, device)
         self.numels = _sent(np.asarray(numels, dtype=np.int64), device)
-        self.addresses = torch.zeros(len(numels), dtype=torch.int64, device=device)
+        even = len(numels) + len(numels) % 2  # all rows are aligned alike
+        rows = torch.zeros((KEPT, even), dtype=torch.int64, device=device)[:, : len(numels)]
+        self.addresses, *self._unused = rows.unbind()
         self.bits = torch.zeros((len(numels), abi.GENERATIONS), dtype=torch.int32, device=device)
         self.generation = torch.zeros(1, dtype=torch.int32, device=device)
         whole_blocks = -(-self.n_chunks // PARTIALS_BLOCK) * PARTIALS_BLOCK
         self.partials = torch.zeros(whole_blocks, dtype=torch.float64, device=device)
         self.weights = torch.ones(len(numels), dtype=torch.float64, device=device)
         self.launches: dict[Hashable, launch.Launch] = {}
-        self._last = [0] * len(numels)  # the addresses on the device
         self._last_weights: list[float] | None = None
-        # Cached: for few tensors, creating the view takes longer than writing to it.
-        self._on_host: Any = self.addresses.numpy() if device.type == "cpu" else None
-        self._staging = _Staging(len(numels), device) if self._on_host is None else None
+        self._known = {(0,) * len(numels): self.addresses}  # rows, by the addresses in them
+        self._is_capturing = launch.capture_query(device)
+        self._spare: list[tuple[Tensor, Tensor]] = []
+        self._make_spare()
+        self.captured: list[tuple[Tensor, Tensor]] = []
 
-    def set_addresses(self, addresses: list[int]) -> None:
-        """Set the addresses of this step's tensors; nothing is copied if they are the same.
+    def set_addresses(self, addresses: tuple[int, ...]) -> None:
+        """Set the addresses of this step's tensors; nothing is copied if they are those of one of the last steps.
 
         Args:
             addresses: `data_ptr()` of each gradient, or 0 for a missing one, which is skipped.
 
         Raises: RuntimeError in a capture that has no buffer left.
         """
-        staging = self._staging
-        # What a graph writes, or will write, at each replay is not known here.
-        if addresses == self._last and (staging is None or not (staging.captured or staging.is_capturing())):
-            return
-        self._last = []  # an interrupted copy may have arrived or not
-        if staging is None:
-            self._on_host[:] = addresses
-        else:
-            staging.send(addresses, self.addresses)
-            if staging.captured and self not in _captured:
-                _captured.append(self)
-        self._last = list(addresses)
+        known = self._known.get(addresses)
+        if known is None or self._is_capturing():
+            known = self._send(addresses)
+        self.addresses = known
 
-    @property
-    def is_in_a_graph(self) -> bool:
-        """Whether a graph writes this table at each replay."""
-        return self._staging is not None and bool(self._staging.captured)
+    def _send(self, addresses: tuple[int, ...]) -> Tensor:
+        """Return a row with these addresses, copied in the current stream's order; the host does not wait.
+
+        A captured copy reads its buffer, and writes its row, at each replay: both were made for it before, for good.
+        """
+        on_host = torch.tensor(addresses, dtype=torch.int64, device="cpu")
+        if self._is_capturing():
+            if not self._spare:
+                raise RuntimeError(
+                    f"the addresses of these gradients were captured {SPARE} times in a row: capture one step, "
+                    "then take one outside a capture before the next"
+                )
+            row, buffer = self._spare.pop()
+            self.captured.append((row, buffer))
+            if self not in _captured:
+                _captured.append(self)
+            row.copy_(buffer.copy_(on_host), non_blocking=True)
+            return row
+        if len(self._spare) < SPARE:
+            self._make_spare()
+        row = self._unused.pop() if self._unused else self._known.pop(next(iter(self._known)))  # the oldest one
+        try:
+            row.copy_(_pinned(on_host, self.device), non_blocking=True)
+        except BaseException:  # whether the copy has arrived is unknown
+            self._unused.append(row)
+            raise
+        self._known[addresses] = row
+        return row
+
+    @torch.inference_mode(False)
+    def _make_spare(self) -> None:
+        while len(self._spare) < SPARE:
+            buffer = torch.zeros(self.n_tensors, dtype=torch.int64, device="cpu")
+            self._spare.append((torch.zeros_like(buffer, device=self.device), _pinned(buffer, self.device)))
 
     @cached_property
     @torch.inference_mode(False)
@@ -115,12 +145,12 @@ class GradTable:
         """Return a new Launch of a pass over this table, and keep it under `key`.
 
         Args:
-            kernel: its first arguments are those of `read_table`.
+            kernel: its first arguments are those of `read_table`, of which each call gives the addresses.
         """
         self.launches[key] = made = launch.Launch(
             kernel,
             self.device,
-            fixed=(self.addresses, self.numels, self.chunk_tensors, self.chunk_indices),
+            fixed=(self.numels, self.chunk_tensors, self.chunk_indices),
             num_warps=self.config.num_warps,
             DTYPE=launch.TRITON_DTYPES[self.dtype],
             BLOCK_SIZE=self.config.block_elements(self.dtype.itemsize),
@@ -130,58 +160,14 @@ class GradTable:
         return made
 
 
-class _Staging:
-    """Pinned buffers for copying addresses to the device without a wait.
-
-    A copy reads its buffer some time after `send` returns, so a buffer is reused only after the event behind its
-    last copy; if the host is that far ahead, another buffer is allocated. A captured copy reads its buffer at every
-    replay: it gets one of its own, allocated beforehand and never freed.
-    """
-
-    SPARE = 2  # for a captured step, which may check and divide
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._size, self._device = size, device
-        self.is_capturing = launch.capture_query(device)
-        self._slots: list[tuple[Tensor, Any, torch.cuda.Event]] = []
-        self._spare = [_pinned(size) for _ in range(self.SPARE)]
-        self.captured: list[Tensor] = []
-
-    def send(self, values: list[int], out: Tensor) -> None:
-        """Copy `values` to `out` (int64 `[size]`, on the device, overwritten) in the current stream's order."""
-        if self.is_capturing():
-            if not self._spare:
-                raise RuntimeError(
-                    f"the addresses of these gradients were captured {self.SPARE} times in a row: capture one step, "
-                    "then take one outside a capture before the next"
-                )
-            self.captured.append(buffer := self._spare.pop())
-            buffer.numpy()[:] = values
-            out.copy_(buffer, non_blocking=True)
-            return
-        while len(self._spare) < self.SPARE:
-            self._spare.append(_pinned(self._size))
-        slot = next((slot for slot in self._slots if slot[-1].query()), None)
-        if slot is None:
-            buffer = _pinned(self._size)
-            slot = buffer, buffer.numpy(), torch.cuda.Event()
-            self._slots.append(slot)
-        buffer, on_host, passed = slot
-        on_host[:] = values
-        try:
-            out.copy_(buffer, non_blocking=True)
-        finally:  # an interrupt may come when the copy has begun
-            passed.record(torch.cuda.current_stream(self._device))
-
-
-def _pinned(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on the host from which a copy to `device` need not be waited for; it may be freed at once."""
+    return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def _sent(array: np.ndarray, device: torch.device) -> Tensor:
     """Return a copy on `device`, for which the host does not wait."""
-    on_host = torch.from_numpy(array)
-    return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
+    return _pinned(torch.from_numpy(array), device).to(device, non_blocking=True)
 
 
 def _chunk_map(numels: Sequence[int], chunk: int) -> tuple[np.ndarray, np.ndarray]:

@@ -66,7 +66,7 @@ def guarding(device: torch.device, dtype: torch.dtype) -> None:
 
 def _table_of(grads: Tensor) -> GradTable:
     table = GradTable([grads.numel()], grads.dtype, grads.device)
-    table.set_addresses([grads.data_ptr()])
+    table.set_addresses((grads.data_ptr(),))
     return table
 
 

@@ -28,10 +28,10 @@ BF16_BY_BITS = tl.constexpr(INTERPRETED)
 
 @triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "scale_ptr", "generation_ptr", "measured_ptr"])
 def _unscale_kernel(
-    address_ptr,
     numel_ptr,
     chunk_tensor_ptr,
     chunk_index_ptr,
+    address_ptr,
     bits_ptr,
     found_inf_ptr,
     scale_ptr,
@@ -54,7 +54,7 @@ def _unscale_kernel(
             inv = tl.div_rn(1.0, inv)  # plain `/` is approximate in fp32
         keeps_kinds = (tl.abs(inv) <= 1) & (inv != 0)
 
-    tensor, index, address, n_elements = read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr)
+    tensor, index, address, n_elements = read_table(numel_ptr, chunk_tensor_ptr, chunk_index_ptr, address_ptr)
     if address != 0:
         if not keeps_kinds:
             mark(bits_ptr, tensor, generation_ptr, address, n_elements, index, DTYPE, BLOCK_SIZE, UNROLL)
@@ -132,11 +132,11 @@ def _launch(table: GradTable, found_inf: Tensor, scale: Tensor | None, inverse: 
         launch = table.add_launch(key, _unscale_kernel, WRITE=writes, INVERSE=inverse, MEASURE=measures)
     scale = found_inf if scale is None else scale  # a check reads none
     measured = table.measured if measures else table.generation
-    launch(table.n_chunks, table.bits, found_inf, scale, table.generation, measured)
+    launch(table.n_chunks, table.addresses, table.bits, found_inf, scale, table.generation, measured)
 
 
 @triton.jit
-def read_table(address_ptr, numel_ptr, chunk_tensor_ptr, chunk_index_ptr):
+def read_table(numel_ptr, chunk_tensor_ptr, chunk_index_ptr, address_ptr):
     """This program's tensor and chunk, the tensor's address (0: no gradient) and size: two dependent loads."""
     pid = tl.program_id(0)
     tensor = tl.load(chunk_tensor_ptr + pid)

@@ -72,7 +72,7 @@ def kernels(gradients: Gradients, flag: Tensor) -> Passes:
     for mode in config.MODES:
         shape = config.config_for(device, mode, grads[0].itemsize, numels)
         tables[mode] = table.GradTable(numels, grads[0].dtype, device, shape)
-        tables[mode].set_addresses([grad.data_ptr() for grad in grads])
+        tables[mode].set_addresses(tuple(grad.data_ptr() for grad in grads))
     totals = torch.zeros(abi.TOTALS, dtype=torch.float64, device=device)
     scale, length = torch.tensor([3.0, 0.0], device=device).unbind()
     return {
@@ -89,7 +89,7 @@ def measuring_kernels(gradients: Gradients, flag: Tensor) -> Passes:
 
     device, grads = gradients.values.device, gradients.locals
     held = table.GradTable([grad.numel() for grad in grads], grads[0].dtype, device, config.MEASURING)
-    held.set_addresses([grad.data_ptr() for grad in grads])
+    held.set_addresses(tuple(grad.data_ptr() for grad in grads))
     inverse, total = (torch.full(shape, FACTOR, device=device) for shape in ((), (abi.MEASURED_ROW,)))
     totals, total = torch.zeros(abi.TOTALS, dtype=torch.float64, device=device), total.double()
 

@@ -262,7 +262,7 @@ def _is_free(known: _Known) -> bool:
     for layout, stream in zip(known.layouts, known.streams, strict=True):
         if stream is None or kernels().launch.capture_query(layout.key.device)():
             continue
-        if stream != _stream(layout) or any(table.is_in_a_graph for table in layout.tables.values()):
+        if stream != _stream(layout) or any(table.captured for table in layout.tables.values()):
             return False
     return True
 

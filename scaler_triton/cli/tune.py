@@ -322,7 +322,7 @@ class Scratch:
         self.totals.fill_(1.0)
         self.totals[1] = 0
         grads = GradTable(self.numels, self.dtype, self.device, config)
-        grads.set_addresses([view.data_ptr() for view in self.views(self.buffer)])
+        grads.set_addresses(tuple(view.data_ptr() for view in self.views(self.buffer)))
         return {
             "unscale": lambda: launch_unscale(grads, self.scale, self.flag, inverse=False),
             "check": lambda: launch_check(grads, self.flag),

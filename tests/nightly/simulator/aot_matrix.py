@@ -45,7 +45,7 @@ _POINTERS = {
 TYPES = {f"{name}_ptr": kind for kind, names in _POINTERS.items() for name in names}
 CONFIG_TARGET = "sm_90"
 # What a launch promises of the table's own tensors, and of nothing else.
-ALIGNED = ("address_ptr", "numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "bits_ptr")
+ALIGNED = ("numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "address_ptr", "bits_ptr")
 
 
 # Every pass over a table: its kernel, and the constants of its own.

@@ -26,7 +26,7 @@ TABLES = [([], 0), ([0], 0), ([1], 1), ([CHUNK, 10], 2), ([17 * CHUNK], 17)]  # 
 ROWS = [1, 16, 17, 0b101, (1 << 32) - 1]
 LENGTHS = [65, 66, 80, 127, 128]  # of windows that one compilation serves
 PLACES = (0, 1)  # what is no table's is at an address that is aligned, or at one that is not
-TABLE = ["address_ptr", "numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "bits_ptr"]
+TABLE = ["numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "address_ptr", "bits_ptr"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,7 +74,7 @@ def doubles(size):
 
 
 def tensors_of(table):
-    return table.addresses, table.numels, table.chunk_tensors, table.chunk_indices, table.bits
+    return table.numels, table.chunk_tensors, table.chunk_indices, table.addresses, table.bits
 
 
 def test_passes_over_a_table():

@@ -136,7 +136,7 @@ def inverse_of(scale: Tensor) -> Tensor:
 def make_table(grads: list[Guarded], dtype: torch.dtype, config: LaunchConfig = SMALL) -> GradTable:
     table = GradTable([grad.tensor.numel() for grad in grads], dtype, DEVICE, config)
     # An empty tensor has no address: 0, as a parameter without a gradient has.
-    table.set_addresses([grad.tensor.data_ptr() for grad in grads])
+    table.set_addresses(tuple(grad.tensor.data_ptr() for grad in grads))
     table.grads = grads  # an address keeps nothing alive
     return table
 
@@ -156,7 +156,7 @@ class PastInt32:
         ends = torch.tensor([0, table.n_chunks - 2, table.n_chunks - 1], device=DEVICE)
         table.chunk_tensors, table.chunk_indices = table.chunk_tensors[ends], table.chunk_indices[ends]
         table.n_chunks = 3
-        table.set_addresses([self.grad.data_ptr()])
+        table.set_addresses((self.grad.data_ptr(),))
         chunk = DEFAULT.chunk_elements(dtype.itemsize)
         self.grad[: head + chunk] = 0.0
         late = head + int(table.chunk_indices[1]) * chunk

@@ -60,7 +60,7 @@ def settled(totals, ranks):
     norm, status, scale = out[7], out[1:5], torch.ones((), device=DEVICE)
     grads = [Guarded(torch.ones(2 * SMALL.chunk_elements(4)), 1), Guarded(torch.ones(3))]
     table = cases.make_table(grads, torch.float32)
-    table.set_addresses([0, grads[1].tensor.data_ptr()])  # the program that settles has nothing to clip
+    table.set_addresses((0, grads[1].tensor.data_ptr()))  # the program that settles has nothing to clip
     launch_clip(table, scale, totals, 0.5, norm, status, ranks)
     assert not torch.equal(grads[1].tensor.cpu(), grads[1].values) or totals[abi.OVERFLOWS] != 0
     assert out[[0, 5, 6]].isnan().all()
@@ -119,7 +119,7 @@ def test_factors_that_no_healthy_step_has(dtype, scale, max_norm, squares):
 def test_address_zero_is_skipped(dtype):
     grads = [Guarded(finite_values(700, dtype, seed), seed) for seed in range(3)]
     table = cases.make_table(grads, dtype)
-    table.set_addresses([grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()])
+    table.set_addresses((grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()))
     run_clip(table, 4.0, 0.5)
     want = torchs([grads[0].values, grads[2].values], 4.0, 0.5)
     grads[0].assert_holds(want[0])

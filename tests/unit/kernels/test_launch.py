@@ -29,7 +29,7 @@ def test_wide_warps_are_fewer(monkeypatch, lanes, want):
 
 
 def first_launch(table):
-    table.set_addresses([0])
+    table.set_addresses((0,))
     launch_check(table, torch.zeros((), device=DEVICE))
 
 
@@ -52,7 +52,7 @@ def test_what_allocates_copies_or_compiles_is_refused_in_a_capture(monkeypatch, 
 def test_the_allocator_is_told_once_of_each_stream_that_launches():
     """Else a table that is freed while one of them is behind might be overwritten, and with it the addresses."""
     table, grad = GradTable([8], torch.float32, DEVICE), torch.ones(8, device=DEVICE)
-    table.set_addresses([grad.data_ptr()])
+    table.set_addresses((grad.data_ptr(),))
     flag, counts = torch.zeros((), device=DEVICE), []
     ours, other = torch.cuda.current_stream(), torch.cuda.Stream()
     other.wait_stream(ours)
@@ -71,7 +71,7 @@ def test_a_launch_runs_under_its_tensors_device():
     second = torch.device("cuda", 1)
     grad = torch.ones(100, device=second)
     table = GradTable([100], torch.float32, second)
-    table.set_addresses([grad.data_ptr()])
+    table.set_addresses((grad.data_ptr(),))
     with torch.cuda.device(0):
         launch_unscale(table, torch.tensor(4.0, device=second), torch.zeros((), device=second), inverse=False)
     assert grad.eq(0.25).all()

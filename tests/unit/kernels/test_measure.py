@@ -86,7 +86,7 @@ def test_several_passes_add_up_and_missing_gradients_count_nothing(how):
     table = make_table([Guarded(first), Guarded(first)], torch.float32)
     found_inf = torch.zeros((), device=DEVICE)
     launch_check(table, found_inf)  # another launch over the same table
-    for addresses in ([table.grads[0].tensor.data_ptr()] * 2, [0, table.grads[0].tensor.data_ptr()]):
+    for addresses in ((table.grads[0].tensor.data_ptr(),) * 2, (0, table.grads[0].tensor.data_ptr())):
         table.set_addresses(addresses)  # what the first launch has left must not be seen by the second
         launch_check(table, found_inf, measures=True)
     total.zero_()

@@ -106,13 +106,13 @@ def test_weights_and_absent_tensors_which_count_nothing_every_time(dtype):
         table.set_weights(weights)
         assert run(table)[0].item() == pytest.approx(sum_of_squares(values, weights), rel=TOLERANCE)
     grads[1].buffer.fill_(NAN)
-    table.set_addresses([grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()])
+    table.set_addresses((grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()))
     for _ in range(2):
         total, found_inf = run(table)
         assert total.item() == pytest.approx(sum_of_squares([values[0], values[2]]), rel=TOLERANCE)
         assert found_inf == 0
         assert table.bits[:, 0].tolist() == [0, 0, 0]
-    table.set_addresses([0, 0, 0])
+    table.set_addresses((0, 0, 0))
     assert run(table)[0] == 0
 
 
@@ -126,7 +126,7 @@ def test_runs_are_bitwise_equal_wherever_the_tensors_lie(dtype):
             totals.append(run(table, 3.0)[0])
         # Equally far from a 16-byte boundary, but elsewhere.
         moved = [Guarded(grad.values, seed) for seed, grad in enumerate(grads)]
-        table.set_addresses([grad.tensor.data_ptr() for grad in moved])
+        table.set_addresses(tuple(grad.tensor.data_ptr() for grad in moved))
         totals.append(run(table, 3.0)[0])
     for total in totals[1:]:
         assert_untouched(total, totals[0])
@@ -136,7 +136,7 @@ def test_runs_are_bitwise_equal_wherever_the_tensors_lie(dtype):
 def test_all_partial_sums_are_added(n_tensors):
     grad = Guarded(torch.tensor([3.0]))
     table = GradTable([1] * n_tensors, torch.float32, DEVICE, SMALL)
-    table.set_addresses([0] * (n_tensors - 2) + [grad.tensor.data_ptr()] * 2)
+    table.set_addresses((0,) * (n_tensors - 2) + (grad.tensor.data_ptr(),) * 2)
     assert run(table)[0] == 18.0
     assert len(table.partials) == -(-n_tensors // PARTIALS_BLOCK) * PARTIALS_BLOCK
 

@@ -8,7 +8,7 @@ from kernel_cases import DEVICE, NATIVE, SMALL
 
 from scaler_triton.kernels import table as table_module
 from scaler_triton.kernels.config import DEFAULT
-from scaler_triton.kernels.table import GradTable
+from scaler_triton.kernels.table import KEPT, SPARE, GradTable
 
 
 @pytest.mark.parametrize("numels", [[], [0], [1], [512], [513], [0, 1, 0, 1536, 511, 0], [5000, 0, 0, 1], [512] * 7])
@@ -33,91 +33,63 @@ def test_chunk_map_of_huge_tensors():
     assert table.chunk_tensors[[0, chunks, chunks + 1, chunks + 2, -1]].tolist() == [0, 0, 1, 2, 2]
 
 
-def test_after_an_interrupted_copy_the_addresses_before_are_sent_again():
-    """The copy has arrived, but nothing after it has run: Ctrl-C in a notebook, whose next step has the old ones."""
-    table = GradTable([1, 1], torch.float32, DEVICE)
-    table.set_addresses([16, 32])
+@pytest.fixture
+def table():
+    return GradTable([1, 1], torch.float32, DEVICE)
 
-    def send(addresses, out):
-        out.copy_(torch.tensor(addresses))
-        raise KeyboardInterrupt
 
-    interrupted = mock.Mock(captured=(), is_capturing=lambda: False, send=send)
-    with mock.patch.object(table, "_staging", interrupted), pytest.raises(KeyboardInterrupt):
-        table.set_addresses([48, 64])
-    table.set_addresses([16, 32])
+def test_lists_that_come_back_are_not_copied_again_and_the_oldest_gives_way(table):
+    rows = {}
+    for step in [1, 2, 1, 2, 3]:
+        table.set_addresses((16 * step, 32 * step))
+        assert rows.setdefault(step, table.addresses) is table.addresses
+    assert {step: row.tolist() for step, row in rows.items()} == {step: [16 * step, 32 * step] for step in (1, 2, 3)}
+    for step in range(4, 4 + KEPT):
+        table.set_addresses((16 * step, 32 * step))
+    assert rows[1].tolist() != [16, 32]
+    table.set_addresses((16, 32))
     assert table.addresses.tolist() == [16, 32]
 
 
-class LateEvent:
-    """An event that passes when the test says so."""
-
-    passed = True
-
-    def query(self):
-        return self.passed
-
-    def record(self, stream):
-        self.passed = False
+def test_rows_are_aligned_alike(table):
+    odd = GradTable([1] * 3, torch.float32, DEVICE)
+    for step in range(KEPT):
+        odd.set_addresses((step, step, step))
+        assert odd.addresses.data_ptr() % 16 == odd.numels.data_ptr() % 16 == 0
 
 
-@pytest.fixture
-def staging(monkeypatch):
-    """The staging of a GPU whose copies take as long as the test likes."""
-    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(table_module, "_pinned", lambda size: torch.full((size,), -1, dtype=torch.int64))
-    made = table_module._Staging(2, torch.device("cuda"))
-    made.captures = False
-    made.is_capturing = lambda: made.captures
-    return made
+def test_after_an_interrupted_copy_nothing_is_taken_for_known(table):
+    """It may have arrived or not: Ctrl-C in a notebook, whose next step has these addresses, or the ones before."""
+    table.set_addresses((16, 32))
+    row = mock.Mock(**{"copy_.side_effect": KeyboardInterrupt})
+    table._unused.append(row)
+    with pytest.raises(KeyboardInterrupt):
+        table.set_addresses((48, 64))
+    assert table.addresses.tolist() == [16, 32]
+    assert table._unused.pop() is row
+    table.set_addresses((48, 64))
+    assert table.addresses.tolist() == [48, 64]
 
 
-def test_a_buffer_is_overwritten_only_when_its_copy_has_passed(staging):
-    out = torch.zeros(2, dtype=torch.int64)
-    for step in range(5):  # the device has not begun to copy: every step needs a buffer of its own
-        staging.send([step, step], out)
-    assert [buffer.tolist() for buffer, *_ in staging._slots] == [[step, step] for step in range(5)]
-    for *_, event in staging._slots:
-        event.passed = True
-    for step in range(5):
-        staging.send([step, step], out)
-    assert len(staging._slots) == 5
-    assert out.tolist() == [4, 4]
-
-
-def test_a_captured_copy_has_a_buffer_for_itself_and_for_good_and_a_third_one_none(staging):
-    out, before = torch.zeros(2, dtype=torch.int64), staging._spare[-1]
-    staging.captures = True
-    staging.send([6, 6], out)
-    staging.send([7, 7], out)
-    with pytest.raises(RuntimeError, match="captured 2 times in a row: capture one step, then take one outside"):
-        staging.send([8, 8], out)
-    assert out.tolist() == [7, 7]
-    staging.captures = False
-    for step in range(5):
-        staging.send([step, step], out)
-    assert [buffer.tolist() for buffer in staging.captured] == [[6, 6], [7, 7]]
-    assert staging.captured[0] is before  # nothing is allocated in a capture
-    assert len(staging._spare) == staging.SPARE
-
-
-def test_addresses_that_are_there_already_are_sent_in_a_capture_and_ever_after():
+def test_a_captured_copy_has_a_row_and_a_buffer_for_good_and_a_third_one_none(table):
     """Later steps may write others before the replay, and a replay the old ones at any time."""
-    table, sent = GradTable([1, 1], torch.float32, DEVICE), []
-    table._staging = staging = mock.Mock(captured=[], is_capturing=lambda: False)
-    staging.send = lambda values, out: sent.append(list(values))
-    for _ in range(2):
-        table.set_addresses([16, 32])
-    assert sent == [[16, 32]]
-    assert not table.is_in_a_graph
-    staging.is_capturing = lambda: True
-    table.set_addresses([16, 32])
-    assert sent == [[16, 32]] * 2
-    staging.is_capturing, staging.captured = lambda: False, [torch.zeros(2)]
-    table.set_addresses([16, 32])
-    assert sent == [[16, 32]] * 3
-    assert table.is_in_a_graph
+    table.set_addresses((16, 32))
+    eager, spare = table.addresses, [*table._spare]
+    table._is_capturing = lambda: True
+    for addresses in ((16, 32), (48, 64)):
+        table.set_addresses(addresses)
+        assert table.addresses.tolist() == [*addresses]
+        assert table.addresses is not eager
+    with pytest.raises(RuntimeError, match="captured 2 times in a row: capture one step, then take one outside"):
+        table.set_addresses((80, 96))
+    assert table.captured == spare[::-1]  # nothing is allocated in a capture
+    table._is_capturing = lambda: False
+    table.set_addresses((16, 32))
+    assert table.addresses is eager
+    for step in range(2 * KEPT):
+        table.set_addresses((step, step))
+    assert [[each.tolist() for each in pair] for pair in table.captured] == [[[16, 32]] * 2, [[48, 64]] * 2]
+    assert len(table._spare) == SPARE
     assert table_module._captured.pop() is table
 
 
@@ -127,7 +99,7 @@ def test_many_steps_ahead_of_the_device_each_see_their_own_addresses():
     table, seen = GradTable([1] * 64, torch.float32, DEVICE), []
     torch.cuda._sleep(200_000_000)  # the host runs ahead
     for step in range(1, 21):
-        table.set_addresses([16 * step] * 64)
+        table.set_addresses((16 * step,) * 64)
         seen.append(table.addresses.clone())
     assert [set(addresses.tolist()) for addresses in seen] == [{16 * step} for step in range(1, 21)]
-    assert table._staging._slots[0][0].is_pinned()
+    assert all(buffer.is_pinned() for _, buffer in table._spare)

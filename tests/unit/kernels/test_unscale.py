@@ -102,7 +102,7 @@ def test_address_zero_is_skipped(dtype):
     grads = [Guarded(finite_values(700, dtype, seed), seed) for seed in range(3)]
     grads[1].buffer.fill_(NAN)
     table = cases.make_table(grads, dtype)
-    table.set_addresses([grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()])
+    table.set_addresses((grads[0].tensor.data_ptr(), 0, grads[2].tensor.data_ptr()))
     assert run_check(table) == 0
     assert run_unscale(table, 4.0) == 0
     want, _ = cases.expected_unscale([grads[0].values, grads[2].values], torch.tensor(0.25))
@@ -119,7 +119,7 @@ def test_flag_and_bits_are_sticky_until_cleared():
     for element in (NAN, INF):
         bad.tensor[1] = element
         launch_unscale(table, scales[1], flags[1], inverse=False)
-    table.set_addresses([good.tensor.data_ptr()])
+    table.set_addresses((good.tensor.data_ptr(),))
     launch_unscale(table, scales[1], flags[1], inverse=False)
     assert table.bits[:, 0].tolist() == [3]
     assert_same(flags, torch.tensor([NAN, 1.0, NAN]))
