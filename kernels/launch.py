@@ -1,5 +1,6 @@
 """Launch: starts one kernel on its device, with little host time. What Triton keeps private is used only here."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,11 +55,13 @@ def refuse_first_in_capture(device: torch.device) -> None:
         )
 
 
-def current_stream(device: torch.device) -> int:
-    """Return the handle of a GPU's current stream, 0 for its default one."""
+@functools.cache
+def stream_query(device: torch.device) -> Callable[[], int]:
+    """Return a function that returns the handle of a GPU's current stream, 0 for its default one."""
     query = getattr(driver.active, "get_current_stream", None)  # quicker than making an object of it
-    handle: int = torch.cuda.current_stream(device).cuda_stream if query is None else query(device.index)
-    return handle
+    if query is None:
+        return lambda: int(torch.cuda.current_stream(device).cuda_stream)
+    return functools.partial(query, device.index)
 
 
 def stream(device: torch.device, handle: int) -> torch.cuda.Stream:
@@ -125,7 +128,7 @@ class Launch:
                 self(n_programs, *args)
             return
         start, before, as_one, current_stream, _ = compiled
-        stream = current_stream(self._index)
+        stream = current_stream()
         if stream not in self._streams and self._tell_allocator(args):
             self._streams.add(stream)
         count = self._n_tensors
@@ -148,7 +151,7 @@ class Launch:
         self._tell_allocator(args)
         if self._is_first:
             self._n_tensors = sum(isinstance(arg, Tensor) for arg in args)
-            self._compiled = _handles(compiled)
+            self._compiled = _handles(compiled, self._device)
             self._is_first = False
 
     def _tell_allocator(self, args: Sequence[Tensor | float]) -> bool:
@@ -169,7 +172,7 @@ class Launch:
         return True
 
 
-def _handles(compiled: Any) -> tuple[Any, ...] | None:
+def _handles(compiled: Any, device: torch.device) -> tuple[Any, ...] | None:
     """Return what starts a kernel, or None if this Triton lacks a part of it.
 
     Returns: a function, what it takes before the kernel's arguments, and whether it takes these as one tuple; the query
@@ -178,11 +181,8 @@ def _handles(compiled: Any) -> tuple[Any, ...] | None:
     run, function, metadata = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
     if None in (run, function, metadata):  # as under the interpreter, where there may be no driver to ask
         return None
-    current_stream = getattr(driver.active, "get_current_stream", None)
-    if current_stream is None:
-        return None
     usual = run, (function, metadata, None, None, None), False
-    return *(_in_c(run, function, metadata) or usual), current_stream, compiled
+    return *(_in_c(run, function, metadata) or usual), stream_query(device), compiled
 
 
 def _in_c(run: Any, function: Any, metadata: Any) -> tuple[Any, ...] | None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from scaler_triton import gradients, passes, ranks
-from scaler_triton.dispatch import is_captured, usual_backend
+from scaler_triton.dispatch import is_captured, is_capturing, usual_backend
 from scaler_triton.flag import (
     Flag,
     FlagRows,
@@ -242,7 +242,7 @@ def new_flag(scaler: GradScaler, step: OptimizerStep) -> Flag:
     flag = step.flag
     if flag is None or flag.device != home or step["found_inf_per_device"]:
         flag = scaler._ours.rows_on(home).flag()
-    step.captured = scaler._scale.is_cuda and torch.cuda.is_current_stream_capturing()
+    step.captured = scaler._scale.is_cuda and is_capturing()
     if step.captured and flag.rows is not None:
         flag.rows.captured.add(flag)  # each replay writes it
     flag.clear(step.captured)

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FunctionType, SimpleNamespace
 from typing import Any, Literal
@@ -35,6 +35,11 @@ _REMEDIES = (
 # What `os.environ` looks into, which is private to it: asking it takes as long as torch's op on a gradient.
 _variables: Mapping[Any, Any] | None = getattr(os.environ, "_data", None)
 _KEY = os.environ.encodekey(ENV_VARIABLE)
+
+# Whether the current GPU's stream is captured, asked several times a step: this is what torch's Python calls.
+is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -130,12 +135,12 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, task: Task
 
 def is_captured(tensor: Tensor) -> bool:
     """Return whether ops on `tensor` are being captured into a CUDA graph instead of run."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return tensor.is_cuda and is_capturing()
 
 
 def refuse_capture(device: torch.device, what: str) -> None:
     """Raise RuntimeError while a graph is captured on `device`: `what` must have run once before."""
-    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_available() and is_capturing():
         raise RuntimeError(f"{what} cannot be captured in a graph: take one step like it before")
 
 

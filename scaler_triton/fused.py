@@ -22,6 +22,9 @@ from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
 
+_CPU = torch.device("cpu")
+_torchs: Any = sys.modules["torch.optim.optimizer"]  # `torch.optim.optimizer` is shadowed
+
 
 def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
     """Check the gradients unless they are unscaled, and call the optimizer's step, without a host wait."""
@@ -52,10 +55,8 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     if scale.is_cuda and (
         choose_for_scale(scale, scaler._ours.steps.requested) == "triton" if home is None else home.by_kernel
     ):
-        step.reader = kernels().launch.current_stream(scale.device)
-    if getattr(inner, "grad_scale", None) is scale:  # an interrupt prevented its removal
-        remove_scale(optimizer, inner)
-    on_host = not scale.is_cpu and any(device.type == "cpu" for device in flags)
+        step.reader = kernels().launch.stream_query(scale.device)()
+    on_host = not scale.is_cpu and _CPU in flags
     factor = None if not divides else scale.reshape(()) if scale.ndim else scale
     try:
         result = _step_with_scale(optimizer, inner, factor, found_inf, on_host, args, kwargs)
@@ -124,6 +125,8 @@ def _step_with_scale(
     each device without waiting, and their CPU kernels would read before the copy has arrived.
     """
     own = getattr(optimizer, "grad_scale", None)
+    if own is scale:  # an interrupt prevented its removal
+        own = None
     product = own if scale is None else scale if own is None else scale * own
     if on_host:
         product, found_inf = product.cpu() if isinstance(product, Tensor) else product, found_inf.cpu()
@@ -145,21 +148,19 @@ def _step_with_scale(
 def remove_scale(optimizer: Any, inner: Any) -> None:
     """Delete `grad_scale` and `found_inf`; the user's `grad_scale`, too, is for one step, even if that is skipped."""
     for each in (optimizer,) if inner is optimizer else (optimizer, inner):
-        for name in ("grad_scale", "found_inf"):
-            try:
-                delattr(each, name)
-            except AttributeError:  # the wrapper forwards the inner one's, or it is a class attribute
-                continue
+        held = getattr(each, "__dict__", {})  # a wrapper may forward the inner one's, and a class have some
+        held.pop("grad_scale", None)
+        held.pop("found_inf", None)
 
 
 def _only_reads(optimizer: Any) -> bool:
     """Return whether a fused step only reads its scale and flag: one of torch's own, without hooks."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    try:  # these names are private to torch
+        return type(optimizer).__module__.startswith("torch.optim.") and not (
+            optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or _torchs._global_optimizer_pre_hooks
+            or _torchs._global_optimizer_post_hooks
+        )
+    except AttributeError:
         return False
-    everywhere = sys.modules["torch.optim.optimizer"]  # torch.optim.optimizer is shadowed
-    return not (  # private to torch: if one is missing, there may be hooks
-        getattr(optimizer, "_optimizer_step_pre_hooks", True)
-        or getattr(optimizer, "_optimizer_step_post_hooks", True)
-        or getattr(everywhere, "_global_optimizer_pre_hooks", True)
-        or getattr(everywhere, "_global_optimizer_post_hooks", True)
-    )

@@ -28,7 +28,7 @@ from torch.cuda.amp import common
 
 from scaler_triton import clip, fused, passes, policy, ranks, report, update
 from scaler_triton.check import Ours, check, is_replaced, methods_of, require_scale, resume
-from scaler_triton.dispatch import check_backend, refuse_capture, skip_tracing, stacklevel
+from scaler_triton.dispatch import check_backend, is_capturing, refuse_capture, skip_tracing, stacklevel
 from scaler_triton.flag import Flag, Flags, any_flag
 from scaler_triton.headroom import Headroom, HeadroomRule
 from scaler_triton.kernels.abi import MAX_SCALE, STATUS
@@ -171,7 +171,7 @@ class GradScaler(torch.amp.GradScaler):
         if ours.steps.unfinished:
             ours.steps.loss_scaled()
         if scale is not None:
-            if scale.is_cuda and torch.cuda.is_current_stream_capturing():
+            if scale.is_cuda and is_capturing():
                 ours.steps.replayed = True  # each replay writes gradients without a call of this method
             if isinstance(outputs, Tensor) and scale.device == outputs.device:
                 product: Any = outputs * scale
@@ -268,7 +268,7 @@ class GradScaler(torch.amp.GradScaler):
             require_scale(self, "step", [optimizer])
         scale = self._scale
         steps, is_fused = self._ours.steps, getattr(optimizer, "_step_supports_amp_scaling", False)
-        if scale.is_cuda and not is_fused and torch.cuda.is_current_stream_capturing():
+        if scale.is_cuda and not is_fused and is_capturing():
             raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
         step = steps.open(optimizer)
         if step.phase is CARRIED:
@@ -338,7 +338,7 @@ class GradScaler(torch.amp.GradScaler):
             unstepped |= state["stage"] is UNSCALED_STAGE
             if state["found_inf_per_device"]:
                 checked.append(state)
-        captured = scale.is_cuda and torch.cuda.is_current_stream_capturing()
+        captured = scale.is_cuda and is_capturing()
         if unstepped:
             ours.steps.keep_unstepped(for_guard=ours.guard is not None)
         if new_scale is not None:

@@ -271,7 +271,7 @@ def _stream(layout: Layout) -> int | None:
     """Return the current stream of a layout's kernels; None if torch's ops or the interpreter serve it."""
     if layout.backend != "triton" or layout.key.device.type == "cpu":
         return None
-    stream: int = kernels().launch.current_stream(layout.key.device)
+    stream: int = kernels().launch.stream_query(layout.key.device)()
     return stream
 
 

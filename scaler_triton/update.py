@@ -251,7 +251,7 @@ def _wait_for_readers(device: torch.device, checked: Sequence[Any]) -> None:
     """Make the current stream wait for fused steps on other streams, whose flags the update is going to clear."""
     launch = kernels().launch
     for step in checked:
-        if step.reader is not None and step.reader != launch.current_stream(device):
+        if step.reader is not None and step.reader != launch.stream_query(device)():
             torch.cuda.current_stream(device).wait_stream(launch.stream(device, step.reader))
 
 

@@ -221,7 +221,7 @@ def test_the_argument_beats_the_environment_which_beats_auto(is_private: bool, m
 
 def capturing(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(dispatch, "is_capturing", lambda: True)
 
 
 def test_what_is_done_once_cannot_be_captured(monkeypatch: Any) -> None:
@@ -241,7 +241,7 @@ def test_only_a_gpus_tensors_are_captured(monkeypatch: Any) -> None:
     on_gpu: Any = mock.Mock(is_cuda=True)
     capturing(monkeypatch)
     assert (dispatch.is_captured(on_gpu), dispatch.is_captured(torch.ones(1))) == (True, False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(dispatch, "is_capturing", lambda: False)
     assert not dispatch.is_captured(on_gpu)
 
 

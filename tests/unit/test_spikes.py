@@ -9,6 +9,7 @@ import torch
 from helpers import PLACES, Place
 from spike_rule import judged, series
 
+from scaler_triton import dispatch
 from scaler_triton.flag import Flag
 from scaler_triton.kernels import abi
 from scaler_triton.spikes import Guard, Window
@@ -112,6 +113,6 @@ def test_a_guard_gives_windows_the_norms_of_a_checkpoint_in_their_order() -> Non
 
 def test_a_window_is_not_made_in_a_capture(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(dispatch, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="a guard's first step cannot be captured"):
         Window(3.0, 2, torch.device("cuda:0"), "auto")
