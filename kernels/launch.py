@@ -181,6 +181,8 @@ def _handles(compiled: Any, device: torch.device) -> tuple[Any, ...] | None:
     run, function, metadata = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
     if None in (run, function, metadata):  # as under the interpreter, where there may be no driver to ask
         return None
+    if getattr(driver.active, "get_current_stream", None) is None:
+        return None
     usual = run, (function, metadata, None, None, None), False
     return *(_in_c(run, function, metadata) or usual), stream_query(device), compiled
 

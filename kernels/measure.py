@@ -1,6 +1,6 @@
 """What passes measure on their way: the largest gradient, zeros, and fp16 subnormals.
 
-The passes of `unscale.py` and `norm.py` store four numbers a chunk, and one program adds these up.
+The passes of `unscale.py` and `norm.py` store four numbers a chunk; a second launch adds these up.
 """
 
 import triton
@@ -73,23 +73,13 @@ def store_nothing(measured_ptr):
 
 @triton.jit(do_not_specialize=["n_chunks"], do_not_specialize_on_alignment=["total_ptr"])
 def _add_measured_kernel(measured_ptr, total_ptr, n_chunks: tl.int64, BLOCK_SIZE: tl.constexpr):
-    largest = tl.zeros([BLOCK_SIZE], tl.float64)
-    zeros = tl.zeros([BLOCK_SIZE], tl.float64)
-    subnormal = tl.zeros([BLOCK_SIZE], tl.float64)
-    seen = tl.zeros([BLOCK_SIZE], tl.float64)
-    while n_chunks > 0:
-        lane = tl.arange(0, BLOCK_SIZE)
-        place, mask = measured_ptr + lane * _MEASURED, lane < n_chunks
-        largest = tl.maximum(largest, tl.load(place + _LARGEST, mask=mask, other=0.0))
-        zeros += tl.load(place + _ZEROS, mask=mask, other=0.0)
-        subnormal += tl.load(place + _SUBNORMAL, mask=mask, other=0.0)
-        seen += tl.load(place + _SEEN, mask=mask, other=0.0)
-        measured_ptr += BLOCK_SIZE * _MEASURED
-        n_chunks -= BLOCK_SIZE
-    tl.store(total_ptr + _LARGEST, tl.maximum(tl.load(total_ptr + _LARGEST), tl.max(largest)))
-    tl.store(total_ptr + _ZEROS, tl.load(total_ptr + _ZEROS) + tl.sum(zeros))
-    tl.store(total_ptr + _SUBNORMAL, tl.load(total_ptr + _SUBNORMAL) + tl.sum(subnormal))
-    tl.store(total_ptr + _SEEN, tl.load(total_ptr + _SEEN) + tl.sum(seen))
+    chunk = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    place, mask = measured_ptr + chunk * _MEASURED, chunk < n_chunks
+    # The order of the programs changes nothing: counts are exact, and numbers >= 0 have the order of their bits.
+    largest = tl.max(tl.load(place + _LARGEST, mask=mask, other=0.0)).to(tl.int64, bitcast=True)
+    tl.atomic_max((total_ptr + _LARGEST).to(tl.pointer_type(tl.int64)), largest, sem="relaxed")
+    for count in tl.static_range(_ZEROS, _MEASURED):
+        tl.atomic_add(total_ptr + count, tl.sum(tl.load(place + count, mask=mask, other=0.0)), sem="relaxed")
 
 
 def launch_add_measured(table: GradTable, total: Tensor) -> None:
@@ -105,4 +95,4 @@ def launch_add_measured(table: GradTable, total: Tensor) -> None:
     if launch is None:
         launch = Launch(_add_measured_kernel, table.device, num_warps=_WARPS, BLOCK_SIZE=_BLOCK)
         table.launches["measured"] = launch
-    launch(1, table.measured, total, table.n_chunks)
+    launch(-(-table.n_chunks // _BLOCK), table.measured, total, table.n_chunks)
