@@ -95,7 +95,8 @@ def test_passes_over_a_table():
             for each in launched(launch_check, table, flag, measures=True):
                 assert each.params[8] == table.measured.data_ptr()
             launches, given = launched(measure.launch_add_measured, table, total[place:], params=3), total[place:]
-            assert_launched(launches, "_add_measured_kernel", -(-programs // 1024), 4, [table.measured, given], [programs])
+            adding = -(-programs // 1024)
+            assert_launched(launches, "_add_measured_kernel", adding, 4, [table.measured, given], [programs])
     assert_compiled(_unscale_kernel, 4, DEFAULT.num_warps, TABLE)  # by a scale, by its inverse, a check, and measuring
     assert_compiled(measure._add_measured_kernel, 1, 4, ["measured_ptr"], {"n_chunks": "i64"})
 
