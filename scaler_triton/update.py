@@ -125,18 +125,17 @@ class DevicePolicy(OnDevice):
     def __init__(self, device: torch.device) -> None:
         super().__init__([0.0] * abi.POLICY)
         self.memory = self.on(device)
-        self._held: tuple[Any, ...] = ()
+        self.held: tuple[Any, ...] = ()  # the numbers and limits that are in it
 
     def hold(self, numbers: Numbers, limits: Limits) -> Tensor:
         """Set the values, if they differ, and return their tensor."""
-        asked = (*numbers, limits)
-        if asked != self._held:
-            self._held = ()  # unknown if the copy is interrupted
+        if self.held != (numbers, limits):
+            self.held = ()  # unknown if the copy is interrupted
             with sync_allowed(self.memory.device):
                 if self.memory.is_cuda:  # updates and replays that are queued, on any stream, use the old values
                     torch.cuda.synchronize(self.memory.device)
                 self.set([*numbers, limits.min_scale, limits.max_scale, limits.hysteresis])
-            self._held = asked
+            self.held = numbers, limits
         return self.memory
 
 
@@ -196,11 +195,14 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
     if not home.by_kernel:
         update_by_ops_(scale, tracker, flags, numbers, limits, home.counters, headroom, measured)
         return
-    policy, launch = home.policy.hold(numbers, limits), kernels().update_scale.launch_update
-    if is_own and not captured:
-        _wait_for_readers(home.device, checked)
+    policy, launch = home.policy, kernels().update_scale.launch_update
+    if policy.held != (numbers, limits):
+        policy.hold(numbers, limits)
+    for step in checked if is_own and not captured else ():
+        if step.reader is not None:
+            _wait_for(step.reader, home.device)
     options = {} if headroom is None else headroom.options(measured)
-    launch(scale, tracker, flags, home.rows.last_flags, policy, home.counters, mask, clear=is_own, **options)
+    launch(scale, tracker, flags, home.rows.last_flags, policy.memory, home.counters, mask, clear=is_own, **options)
     for flag in own if is_own else ():
         flag.saved, flag.cleared = True, not (captured or flag in home.rows.captured)
 
@@ -247,12 +249,11 @@ def numbers_changed(scaler: GradScaler) -> None:
         held.hold(numbers, scaler._ours.limits)
 
 
-def _wait_for_readers(device: torch.device, checked: Sequence[Any]) -> None:
-    """Make the current stream wait for fused steps on other streams, whose flags the update is going to clear."""
+def _wait_for(reader: int, device: torch.device) -> None:
+    """Make the current stream wait for the one of a fused step, whose flag the update is going to clear."""
     launch = kernels().launch
-    for step in checked:
-        if step.reader is not None and step.reader != launch.stream_query(device)():
-            torch.cuda.current_stream(device).wait_stream(launch.stream(device, step.reader))
+    if reader != launch.stream_query(device)():
+        torch.cuda.current_stream(device).wait_stream(launch.stream(device, reader))
 
 
 def _check_numbers(scale: Any, growth_tracker: Any) -> None:

@@ -98,7 +98,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("(strikes + bad) * (bad | keeps_strikes),", "strikes + bad,"),
         ("        or home.counters is not ours.counters.values\n", ""),
         ("not (captured or flag in home.rows.captured)", "True", "gpu/capture"),
-        ("    if is_own and not captured:\n        _wait_for_readers(home.device, checked)\n", "", "gpu/gpu"),
+        ("            _wait_for(step.reader, home.device)\n", "            pass\n", "gpu/gpu"),
         ("        headroom.on(scale.device)[abi.CAP] = after.reshape(())\n", ""),
     ],
     "scaler_triton/fused.py": [
