@@ -105,6 +105,8 @@ class GradTable:
             self.captured.append((row, buffer))
             if self not in _captured:
                 _captured.append(self)
+            self._unused += self._known.values()  # nothing is known, so that the next step makes spare ones
+            self._known = {}
             row.copy_(buffer.copy_(on_host), non_blocking=True)
             return row
         if len(self._spare) < SPARE:

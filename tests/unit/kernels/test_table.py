@@ -84,12 +84,12 @@ def test_a_captured_copy_has_a_row_and_a_buffer_for_good_and_a_third_one_none(ta
         table.set_addresses((80, 96))
     assert table.captured == spare[::-1]  # nothing is allocated in a capture
     table._is_capturing = lambda: False
-    table.set_addresses((16, 32))
-    assert table.addresses is eager
-    for step in range(2 * KEPT):
-        table.set_addresses((step, step))
+    for step in [1, *range(2 * KEPT)]:
+        table.set_addresses((16 * step, 32 * step))
+        assert len(table._spare) == SPARE
+        assert table.addresses.tolist() == [16 * step, 32 * step]
     assert [[each.tolist() for each in pair] for pair in table.captured] == [[[16, 32]] * 2, [[48, 64]] * 2]
-    assert len(table._spare) == SPARE
+    assert len(table._known) + len(table._unused) == KEPT
     assert table_module._captured.pop() is table
 
 
