@@ -11,8 +11,8 @@ from torch import Tensor
 from scaler_triton.kernels import abi, launch
 from scaler_triton.kernels.config import DEFAULT, LaunchConfig
 
-# Addresses that a table keeps: most training loops alternate between two or three lists of them, which the allocator
-# finds free, and a copy costs the host more than the launch.
+# How many lists of addresses a table keeps on the device: the gradients of most training loops alternate between two or
+# three, as the allocator hands memory out, and a copy costs the host more than a launch.
 KEPT = 4
 SPARE = 2  # rows for a captured step, which may check and divide
 # The partial sums of a norm are padded to whole blocks of so many.
