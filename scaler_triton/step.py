@@ -219,7 +219,12 @@ class Steps(dict[Any, Any]):
         step = self.get(id(optimizer))
         if type(step) is OptimizerStep:
             handle = step.handles.get(id(optimizer))
-            if handle is not None and handle() is optimizer and step["stage"] is step.stage:
+            if (
+                handle is not None
+                and handle() is optimizer
+                and step["stage"] is step.stage
+                and (handle is step.owner or step.owner() is unwrap(optimizer))  # a wrapper may have got another one
+            ):
                 return step
         return self._find_or_make(optimizer)
 

@@ -533,6 +533,18 @@ def test_15_a_wrapper_has_the_step_of_the_optimizer_within(wraps: Any) -> None:
     assert values(inner) == [-1.0]
 
 
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_a_wrapper_that_has_got_another_optimizer_steps_that(kind: str) -> None:
+    scaler, wrapper, other = a_scaler(), Wrapper(optimizer_of(kind)), optimizer_of(kind)
+    wrapper._step_supports_amp_scaling = kind == "fused"  # type: ignore[attr-defined]
+    scaler.step(wrapper)
+    scaler.update()
+    wrapper.optimizer = other
+    scaler.step(wrapper)
+    assert values(other) == [-1.0]
+    assert not hasattr(other, "found_inf")
+
+
 def circle(groups: Any) -> Any:
     first, second = (SimpleNamespace(param_groups=groups) for _ in range(2))
     first.optimizer, second.optimizer = second, first
