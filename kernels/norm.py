@@ -32,13 +32,13 @@ def _sum_squares_kernel(
     numel_ptr,
     chunk_tensor_ptr,
     chunk_index_ptr,
-    address_ptr,
     bits_ptr,
-    found_inf_ptr,
-    weight_ptr,
-    partial_ptr,
     generation_ptr,
     measured_ptr,
+    weight_ptr,
+    partial_ptr,
+    address_ptr,
+    found_inf_ptr,
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -147,10 +147,12 @@ def launch_sum_of_squares(
     """
     if table.n_chunks:
         key = "norm", measures
-        launch = table.launches.get(key) or table.add_launch(key, _sum_squares_kernel, MEASURE=measures)
-        measured = table.measured if measures else table.generation
-        marks = table.bits, found_inf, table.weights, table.partials, table.generation
-        launch(table.n_chunks, table.addresses, *marks, measured)
+        launch = table.launches.get(key)
+        if launch is None:
+            marks = table.bits, table.generation, table.measured if measures else table.generation
+            fixed = *marks, table.weights, table.partials
+            launch = table.add_launch(key, _sum_squares_kernel, *fixed, MEASURE=measures)
+        launch(table.n_chunks, table.addresses, found_inf)
     finish = table.launches.get("finish")
     if finish is None:
         finish = Launch(_finish_kernel, table.device, num_warps=_FINISH_WARPS, BLOCK_SIZE=PARTIALS_BLOCK)

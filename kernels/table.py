@@ -34,7 +34,7 @@ class GradTable:
         chunk_tensors, chunk_indices: int32 `[n_chunks]`, on the device: the tensor of each chunk, its index in that.
         bits: the marks, int32 `[N, GENERATIONS]`, on the device, see `abi`. The first mark of a later generation
             replaces an earlier one in its place.
-        generation: the current one (int32, one element, on the device); 0 unless replaced by another tensor.
+        generation: the current one (int32, one element, on the device); 0 until `mark_with` replaces it.
         partials: a norm's partial sums: fp64, on the device, one per chunk, padded with zeros to whole blocks.
         weights: what each tensor's sum of squares is multiplied by: fp64 `[N]`, on the device, 1 at first.
         n_tensors, n_chunks: N, and the programs in a launch over this table; 0 where no tensor has elements.
@@ -143,16 +143,21 @@ class GradTable:
         self.weights.copy_(torch.tensor(wanted, dtype=torch.float64, device="cpu"))
         self._last_weights = weights and list(weights)
 
-    def add_launch(self, key: Hashable, kernel: Any, **constants: Any) -> launch.Launch:
+    def mark_with(self, generation: Tensor) -> None:
+        """Mark with another generation, int32, one element, on the device."""
+        self.generation = generation
+        self.launches.clear()
+
+    def add_launch(self, key: Hashable, kernel: Any, *fixed: Tensor, **constants: Any) -> launch.Launch:
         """Return a new Launch of a pass over this table, and keep it under `key`.
 
         Args:
-            kernel: its first arguments are those of `read_table`, of which each call gives the addresses.
+            kernel: its first arguments are this table's map, then `fixed`; those of each call begin with the addresses.
         """
         self.launches[key] = made = launch.Launch(
             kernel,
             self.device,
-            fixed=(self.numels, self.chunk_tensors, self.chunk_indices),
+            fixed=(self.numels, self.chunk_tensors, self.chunk_indices, *fixed),
             num_warps=self.config.num_warps,
             DTYPE=launch.TRITON_DTYPES[self.dtype],
             BLOCK_SIZE=self.config.block_elements(self.dtype.itemsize),

@@ -31,12 +31,12 @@ def _unscale_kernel(
     numel_ptr,
     chunk_tensor_ptr,
     chunk_index_ptr,
-    address_ptr,
     bits_ptr,
-    found_inf_ptr,
-    scale_ptr,
     generation_ptr,
     measured_ptr,
+    address_ptr,
+    found_inf_ptr,
+    scale_ptr,
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -129,10 +129,9 @@ def _launch(table: GradTable, found_inf: Tensor, scale: Tensor | None, inverse: 
     key = "unscale", writes, inverse, measures
     launch = table.launches.get(key)
     if launch is None:
-        launch = table.add_launch(key, _unscale_kernel, WRITE=writes, INVERSE=inverse, MEASURE=measures)
-    scale = found_inf if scale is None else scale  # a check reads none
-    measured = table.measured if measures else table.generation
-    launch(table.n_chunks, table.addresses, table.bits, found_inf, scale, table.generation, measured)
+        fixed = table.bits, table.generation, table.measured if measures else table.generation
+        launch = table.add_launch(key, _unscale_kernel, *fixed, WRITE=writes, INVERSE=inverse, MEASURE=measures)
+    launch(table.n_chunks, table.addresses, found_inf, found_inf if scale is None else scale)  # a check reads none
 
 
 @triton.jit

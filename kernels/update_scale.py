@@ -1,6 +1,7 @@
 """The update of scale, growth tracker and counters, by one program of one warp; it can clear the flags, too."""
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,14 +22,14 @@ _MAX_SCALE, _MAX_TRACKER = tl.constexpr(abi.MAX_SCALE), tl.constexpr(abi.MAX_TRA
 
 @triton.jit(do_not_specialize=["rows", "bits", "window"], do_not_specialize_on_alignment=range(8))  # all pointers
 def _update_scale_kernel(
-    scale_ptr,
-    growth_tracker_ptr,
     flags_ptr,
     last_flags_ptr,
     policy_ptr,
     counters_ptr,
     measured_ptr,
     headroom_ptr,
+    scale_ptr,
+    growth_tracker_ptr,
     rows: tl.int64,
     bits: tl.int64,
     window: tl.int64,
@@ -121,20 +122,51 @@ def _count(counters_ptr, found, scale, new_scale):
         tl.store(counters_ptr + _BACKOFFS, tl.load(counters_ptr + _BACKOFFS) + 1)
 
 
-def launch_update(
-    scale: Tensor,
-    growth_tracker: Tensor,
+class Bound(NamedTuple):
+    """What an update reads and writes beside scale and tracker, as `bind_update` returns it."""
+
+    launch: Launch
+    tensors: tuple[Tensor, ...]  # those that the launch has not fixed
+    numbers: tuple[int, int]
+
+
+def bind_update(
     flags: Tensor,
     last_flags: Tensor,
     policy: Tensor,
     counters: Tensor,
-    rows: int,
     *,
     clear: bool,
+    for_good: bool = False,
     measured: Tensor | None = None,
     headroom: Tensor | None = None,
     bits: int = 0,
-) -> None:
+) -> Bound:
+    """Return what `launch_update` takes.
+
+    Args:
+        flags: fp32 [n, STATUS], n <= ROWS, on the scale's device; mutated if `clear`. NaN counts as bad. Where only
+            row 0 counts, a tensor of one element will do.
+        last_flags: fp32 [ROWS], on the scale's device, mutated if `clear`; else any tensor, which is not touched.
+        policy: fp64 [POLICY], on the scale's device, read only: in the order of `abi`.
+        counters: int64 [COUNTERS], on the scale's device, mutated.
+        clear: zero the flags of the rows that count afterwards, and keep them in `last_flags`.
+        for_good: for many updates, which ask the tensors for their addresses once; the first of them is slower.
+        measured: fp64 [n, MEASURED_ROW], on the scale's device, read only; needed with `headroom`.
+        headroom: fp64 [HEADROOM_HEADER + n], on the scale's device, mutated, see `abi`; None for torch's rule alone.
+        bits: powers of 2 that are left free.
+    """
+    window = 0 if headroom is None else len(headroom) - abi.HEADROOM_HEADER
+    block = triton.next_power_of_2(window) if window else 0
+    measured, headroom = policy if measured is None else measured, policy if headroom is None else headroom
+    tensors = flags, last_flags, policy, counters, measured, headroom
+    if for_good:
+        fixed = Launch(_update_scale_kernel, flags.device, fixed=tensors, num_warps=1, CLEAR=clear, HEADROOM=block)
+        return Bound(fixed, (), (bits, window))
+    return Bound(_launch_on(flags.device, clear, block), tensors, (bits, window))
+
+
+def launch_update(bound: Bound, scale: Tensor, growth_tracker: Tensor, rows: int) -> None:
     """Back the scale off after bad steps; grow it after `growth_interval` good ones in a row.
 
         bad = any(flags[row, FLAG] != 0 for row in rows)
@@ -147,23 +179,13 @@ def launch_update(
         if clear: last_flags[rows], flags[rows, FLAG], flags[rows, FAILED] = flags[rows, FLAG], 0, 0
 
     Args:
+        bound: the other tensors, mutated as `bind_update` says.
         scale: fp32, one element, any shape, mutated.
         growth_tracker: int32, one element, on the scale's device, mutated; it stops at 2**31 - 1.
-        flags: fp32 [n, STATUS], n <= ROWS, on the scale's device; mutated if `clear`. NaN counts as bad. Where only
-            row 0 counts, a tensor of one element will do.
-        last_flags: fp32 [ROWS], on the scale's device, mutated if `clear`; else any tensor, which is not touched.
-        policy: fp64 [POLICY], on the scale's device, read only: in the order of `abi`.
-        counters: int64 [COUNTERS], on the scale's device, mutated.
         rows: bit mask of the rows of `flags` that count.
-        clear: zero the flags of those rows afterwards, and keep them in `last_flags`.
-        measured: fp64 [n, MEASURED_ROW], on the scale's device, read only; needed with `headroom`.
-        headroom: fp64 [HEADROOM_HEADER + n], on the scale's device, mutated, see `abi`; None for torch's rule alone.
-        bits: powers of 2 that are left free.
     """
-    window = 0 if headroom is None else len(headroom) - abi.HEADROOM_HEADER
-    launch = _launch_on(scale.device, clear, triton.next_power_of_2(window) if window else 0)
-    measured, headroom = policy if measured is None else measured, policy if headroom is None else headroom
-    launch(1, scale, growth_tracker, flags, last_flags, policy, counters, measured, headroom, rows, bits, window)
+    launch, tensors, numbers = bound
+    launch(1, *tensors, scale, growth_tracker, rows, *numbers)
 
 
 @functools.cache

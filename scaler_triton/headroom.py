@@ -141,7 +141,7 @@ class HeadroomRule(OnDevice):
         return row
 
     def options(self, measured: Any) -> dict[str, Any]:
-        """Return the arguments of `launch_update` for rows of what checks have measured."""
+        """Return the arguments of `bind_update` for rows of what checks have measured."""
         return {"measured": measured, "headroom": self.on(measured.device), "bits": self.bits}
 
     def scale_below(self, cap: Tensor, scale: Tensor, measured: Tensor, bad: Tensor) -> Tensor:

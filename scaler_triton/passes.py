@@ -203,5 +203,5 @@ def _new_table(layout: Layout, mode: str) -> GradTable:
             return table
     made: GradTable = kernels().table.GradTable(layout.numels, key.dtype, key.device, config)
     if layout.generation is not None:
-        made.generation = layout.generation
+        made.mark_with(layout.generation)
     return made

@@ -68,7 +68,7 @@ class Marks:
         if layout.generation is not self._generation:
             layout.generation = self._generation
             for each in layout.tables.values():
-                each.generation = self._generation
+                each.mark_with(self._generation)
             if not any(layout is known for known in self.plan.layouts):
                 self._unmarked.add(f"sparse and Partial gradients on {device}")
 

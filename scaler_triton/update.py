@@ -146,16 +146,27 @@ class Home:
         self.scale, self.growth_tracker, self.device = scale, growth_tracker, scale.device
         self.rows: FlagRows = ours.rows_on(scale.device)
         self.by_kernel = choose_for_scale(scale, ours.steps.requested) == "triton"
-        if self.by_kernel and self.device not in ours.policies:
-            ours.policies[self.device] = DevicePolicy(self.device)
-        self.policy: Any = ours.policies.get(self.device)
         self.counters = ours.counters.on(scale.device)
+        if self.by_kernel:
+            if self.device not in ours.policies:
+                ours.policies[self.device] = DevicePolicy(self.device)
+            self.policy = ours.policies[self.device]
+            self.bound = self._bound(ours)
         # Fake tensors cannot be read.
         on_host = not self.by_kernel and scale.is_cpu and type(scale) is type(growth_tracker) is Tensor
         self.on_host = on_host and ours.headroom is None
         if self.on_host:
             self.counted, self.tracker = host_memory(self.counters), host_memory(growth_tracker.view(-1))
             self.address = growth_tracker.data_ptr()  # of that memory, which users may replace
+
+    def _bound(self, ours: Ours) -> Any:
+        """Return what the kernel takes where all flags are the scaler's own."""
+        before, rows = ours.home, self.rows
+        if before is not None and before.by_kernel and before.rows is rows and before.counters is self.counters:
+            return before.bound
+        options = {} if ours.headroom is None else ours.headroom.options(rows.measured)
+        tensors = rows.status, rows.last_flags, self.policy.memory, self.counters
+        return kernels().update_scale.bind_update(*tensors, clear=True, for_good=True, **options)
 
 
 def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked: Sequence[Any], captured: bool) -> None:
@@ -187,22 +198,25 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
     if home.on_host:
         update_on_host_(scale, home.tracker, found_inf, numbers, limits, home.counted)
         return
-    headroom, flags, measured = ours.headroom, home.rows.status, home.rows.measured
     is_own = home.by_kernel and len(own) == len(checked)
-    if not is_own:
-        flags, mask = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device), 1
+    if is_own:
+        policy, bound = home.policy, home.bound
+    else:
+        headroom = ours.headroom
+        flag = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device)
         measured = None if headroom is None else headroom.measured_by(checked, home.device)
-    if not home.by_kernel:
-        update_by_ops_(scale, tracker, flags, numbers, limits, home.counters, headroom, measured)
-        return
-    policy, launch = home.policy, kernels().update_scale.launch_update
+        if not home.by_kernel:
+            update_by_ops_(scale, tracker, flag, numbers, limits, home.counters, headroom, measured)
+            return
+        policy, mask = home.policy, 1
+        options = {} if headroom is None else headroom.options(measured)
+        bound = kernels().update_scale.bind_update(flag, flag, policy.memory, home.counters, clear=False, **options)
     if policy.held != (numbers, limits):
         policy.hold(numbers, limits)
     for step in checked if is_own and not captured else ():
         if step.reader is not None:
             _wait_for(step.reader, home.device)
-    options = {} if headroom is None else headroom.options(measured)
-    launch(scale, tracker, flags, home.rows.last_flags, policy.memory, home.counters, mask, clear=is_own, **options)
+    kernels().update_scale.launch_update(bound, scale, tracker, mask)
     for flag in own if is_own else ():
         flag.saved, flag.cleared = True, not (captured or flag in home.rows.captured)
 
@@ -374,8 +388,9 @@ def _clamped(scale: Tensor, limits: Limits) -> Tensor:
 def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numbers: Numbers, requested: str) -> None:
     """Update once by the backend of the scale's device, without limits or counters, as `torch._amp_update_scale_`."""
     if choose_for_scale(scale, requested) == "triton":
-        launch = kernels().update_scale.launch_update
-        launch(scale, growth_tracker, found_inf, found_inf, *_kept_policy(scale.device, numbers), 1, clear=False)
+        update = kernels().update_scale
+        bound = update.bind_update(found_inf, found_inf, *_kept_policy(scale.device, numbers), clear=False)
+        update.launch_update(bound, scale, growth_tracker, 1)
     elif scale.is_cpu and type(scale) is Tensor:
         memory = host_memory(growth_tracker.view(-1))
         update_on_host_(scale, memory, found_inf.item() != 0, numbers, NO_LIMITS, no_counters())

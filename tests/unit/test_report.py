@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from scaler_triton import GradScaler, ranks, report
+from scaler_triton.dispatch import kernels
 from scaler_triton.kernels.abi import COUNTERS, INF, NAN, SKIPPED
 from scaler_triton.plan import GradPlan
 from scaler_triton.report import BadGradient, Marks, OverflowReport, Spike
@@ -153,7 +154,7 @@ def marked(device: torch.device) -> tuple[Marks, Any, GradPlan]:
 def test_a_kernel_reads_the_generation_on_the_scales_device_only() -> None:
     """One that reads another GPU's memory ends the process."""
     marks, layout, _plan = marked(CPU)
-    layout.tables = {"check": SimpleNamespace(generation=None), "norm": SimpleNamespace(generation=None)}
+    layout.tables = {name: kernels().table.GradTable([3], torch.float32, CPU) for name in ("check", "norm")}
     for _ in range(2):
         marks.follow(layout, CPU)
         counters = marks._counters.on(CPU)

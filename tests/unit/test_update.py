@@ -85,8 +85,9 @@ def by_ops(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Count
 def by_kernel(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Counters, *measured: Any) -> None:
     policy = DevicePolicy(scale.device).hold(*rules)
     options = measured[0].options(a_row(measured[1])) if measured else {}
-    launch = kernels().update_scale.launch_update
-    launch(scale, tracker, flag, flag, policy, held.on(scale.device), 1, clear=False, **options)
+    module = kernels().update_scale
+    bound = module.bind_update(flag, flag, policy, held.on(scale.device), clear=False, **options)
+    module.launch_update(bound, scale, tracker, 1)
 
 
 PATHS = [("cpu", by_host), ("cpu", by_ops), *((place.device, by_kernel) for place in TRITON)]
@@ -274,7 +275,7 @@ def test_a_replay_goes_by_the_numbers_that_were_set_or_loaded(place: Place, how:
     module = kernels().update_scale
     with mock.patch.object(module, "launch_update", wraps=module.launch_update) as launched:
         scales(scaler, bad=".")
-    (tensors, options), counters = launched.call_args, scaler._ours.counters.values
+    replay, counters = launched.call_args.args, scaler._ours.counters.values
     if how == "load":
         scaler.load_state_dict(other.state_dict())
     else:
@@ -283,8 +284,8 @@ def test_a_replay_goes_by_the_numbers_that_were_set_or_loaded(place: Place, how:
         scaler.set_limits(**{name: value}) if setter is None else setter(value)
     replayed = []
     for found in (0.0, 1.0, 1.0):
-        tensors[2][:, 0] = found  # the flags of all optimizers
-        module.launch_update(*tensors, **options)
+        scaler._ours.home.rows.status[:, 0] = found  # the flags of all optimizers
+        module.launch_update(*replay)
         replayed.append(scaler.get_scale())
     assert replayed == scales(other, bad=".xx")
     assert scaler._ours.counters.values is counters  # where the graph counts

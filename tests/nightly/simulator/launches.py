@@ -26,7 +26,7 @@ TABLES = [([], 0), ([0], 0), ([1], 1), ([CHUNK, 10], 2), ([17 * CHUNK], 17)]  # 
 ROWS = [1, 16, 17, 0b101, (1 << 32) - 1]
 LENGTHS = [65, 66, 80, 127, 128]  # of windows that one compilation serves
 PLACES = (0, 1)  # what is no table's is at an address that is aligned, or at one that is not
-TABLE = ["numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "address_ptr", "bits_ptr"]
+TABLE = ["numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,7 +64,7 @@ def assert_compiled(kernel, versions, warps, aligned, types=None, *, fuses=True)
         assert (each.metadata.num_warps, each.metadata.enable_fp_fusion) == (warps, fuses)
         assert [names[place] for (place,), attrs in each.src.attrs.items() if attrs] == aligned
         assert each.src.signature.items() >= (types or {}).items()
-        if aligned[:4] == TABLE[:4]:
+        if aligned[:3] == TABLE:
             constants = {names[place]: value for (place,), value in each.src.constants.items()}
             assert (constants["BLOCK_SIZE"], constants["UNROLL"]) == (DEFAULT.block_elements(2), DEFAULT.unroll)
 
@@ -74,7 +74,7 @@ def doubles(size):
 
 
 def tensors_of(table):
-    return table.numels, table.chunk_tensors, table.chunk_indices, table.addresses, table.bits
+    return table.numels, table.chunk_tensors, table.chunk_indices
 
 
 def test_passes_over_a_table():
@@ -84,20 +84,20 @@ def test_passes_over_a_table():
         scale, flag = floats[place], floats[1 - place]
         for numels, programs in TABLES:
             table = GradTable(numels, torch.float16, CPU)
-            for launches, number in (
-                (launched(launch_check, table, flag), flag),
-                (launched(launch_check, table, flag, measures=True), flag),
-                (launched(launch_unscale, table, scale, flag, inverse=False), scale),
-                (launched(launch_unscale, table, scale, flag, inverse=True), scale),
+            marks = table.bits, table.generation
+            for launches, number, measured in (
+                (launched(launch_check, table, flag), flag, table.generation),
+                (launched(launch_check, table, flag, measures=True), flag, table.measured),
+                (launched(launch_unscale, table, scale, flag, inverse=False), scale, table.generation),
+                (launched(launch_unscale, table, scale, flag, inverse=True), scale, table.generation),
             ):
-                given = [*tensors_of(table), flag, number]
+                given = [*tensors_of(table), *marks, measured, table.addresses, flag, number]
                 assert_launched(launches, "_unscale_kernel", programs, DEFAULT.num_warps, given)
-            for each in launched(launch_check, table, flag, measures=True):
-                assert each.params[8] == table.measured.data_ptr()
             launches, given = launched(measure.launch_add_measured, table, total[place:], params=3), total[place:]
             adding = -(-programs // 1024)
             assert_launched(launches, "_add_measured_kernel", adding, 4, [table.measured, given], [programs])
-    assert_compiled(_unscale_kernel, 4, DEFAULT.num_warps, TABLE)  # by a scale, by its inverse, a check, and measuring
+    # By a scale, by its inverse, a check, and measuring.
+    assert_compiled(_unscale_kernel, 4, DEFAULT.num_warps, [*TABLE, "bits_ptr", "address_ptr"])
     assert_compiled(measure._add_measured_kernel, 1, 4, ["measured_ptr"], {"n_chunks": "i64"})
 
 
@@ -109,11 +109,11 @@ def test_clipping_is_given_the_bound_in_fp32():
             table = GradTable(numels, torch.float16, CPU)
             for _ in range(2):  # through Triton's dispatch, and without it
                 launches = launched(launch_clip, table, scale, total, bound, norm, None, ranks)
-                given = [*tensors_of(table)[:4], scale, total, norm, norm]
+                given = [*tensors_of(table), table.addresses, scale, total, norm, norm]
                 assert_launched(launches, "_clip_kernel", programs, DEFAULT.num_warps, given)
                 for each in launches:
                     assert each.params[8] & 0xFFFFFFFF == struct.unpack("I", struct.pack("f", bound))[0]
-    assert_compiled(_clip_kernel, 1, DEFAULT.num_warps, TABLE[:4], {"max_norm": "fp32", "ranks": "i64"})
+    assert_compiled(_clip_kernel, 1, DEFAULT.num_warps, [*TABLE, "address_ptr"], {"max_norm": "fp32", "ranks": "i64"})
 
 
 def test_the_scale_is_updated_by_one_warp():
@@ -122,15 +122,18 @@ def test_the_scale_is_updated_by_one_warp():
     measured, rings = doubles(abi.MEASURED_ROW), doubles(abi.HEADROOM_HEADER + 128)
     for place in PLACES:
         policy = policies[place:]
-        state = floats[place], trackers[place], flags[place:], floats, policy, counters
+        state, moved = (flags[place:], floats, policy, counters), (floats[place], trackers[place])
         for rows, length in zip(ROWS, LENGTHS, strict=True):
             update_scale._launch_on.cache_clear()  # each launch is its Launch's first
-            launches = launched(update_scale.launch_update, *state, rows, clear=False)
-            assert_launched(launches, "_update_scale_kernel", 1, 1, [*state, policy, policy], [rows])
+            for for_good in (False, True):
+                bound = update_scale.bind_update(*state, clear=False, for_good=for_good)
+                launches = launched(update_scale.launch_update, bound, *moved, rows)
+                assert_launched(launches, "_update_scale_kernel", 1, 1, [*state, policy, policy, *moved], [rows])
             ring, bits = rings[place : place + abi.HEADROOM_HEADER + length], rows % 31
             options = {"measured": measured[place:], "headroom": ring, "bits": bits}
-            launches = launched(update_scale.launch_update, *state, rows, clear=False, **options, params=11)
-            given = [*state, measured[place:], ring]
+            bound = update_scale.bind_update(*state, clear=False, **options)
+            launches = launched(update_scale.launch_update, bound, *moved, rows, params=11)
+            given = [*state, measured[place:], ring, *moved]
             assert_launched(launches, "_update_scale_kernel", 1, 1, given, [rows, bits, length])
     assert_compiled(update_scale._update_scale_kernel, 2, 1, [], {"rows": "i64", "bits": "i64", "window": "i64"})
 

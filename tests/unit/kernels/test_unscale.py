@@ -156,7 +156,7 @@ def test_a_later_generation_replaces_the_mark_in_its_place():
     grad = Guarded(torch.tensor([NAN, 1.0]))
     table = cases.make_table([grad], torch.float32)
     for generation, element, want in ((1, NAN, [0, 5, 0, 0]), (2, INF, [0, 5, 10, 0]), (5, INF, [0, 22, 10, 0])):
-        table.generation = torch.tensor([generation], dtype=torch.int32, device=DEVICE)
+        table.mark_with(torch.tensor([generation], dtype=torch.int32, device=DEVICE))
         grad.tensor[0] = element
         assert run_check(table) == 1
         assert table.bits.tolist() == [want]

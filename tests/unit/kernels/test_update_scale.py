@@ -10,7 +10,7 @@ from kernel_cases import DEVICE, INF, NAN, assert_same, assert_untouched, launch
 from scaler_triton.headroom import HeadroomRule
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import MAX_SCALE, MIN_SCALE
-from scaler_triton.kernels.update_scale import launch_update
+from scaler_triton.kernels.update_scale import bind_update, launch_update
 from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.torch_ops import host_memory
 from scaler_triton.update import update_by_ops_, update_on_host_
@@ -26,8 +26,8 @@ BACKOFFS = [0.5, 0.4, 1.0, 1 / 3]
 class Run:
     """What updates move, every buffer guarded; and the same on the host, moved by the rule."""
 
-    def __init__(self, scale, numbers=(2.0, 0.5, 1), limits=NO_LIMITS, headroom=None):
-        self.numbers, self.limits, self.headroom = numbers, limits, headroom
+    def __init__(self, scale, numbers=(2.0, 0.5, 1), limits=NO_LIMITS, headroom=None, *, for_good=False):
+        self.numbers, self.limits, self.headroom, self.for_good = numbers, limits, headroom, for_good
         self.scale, self.tracker = torch.tensor(scale), torch.zeros((), dtype=torch.int32)
         self.counted = torch.zeros(abi.COUNTERS, dtype=torch.int64)
         self.scales = torch.tensor([NAN, scale, NAN], device=DEVICE)
@@ -47,12 +47,13 @@ class Run:
             measured[row, abi.LARGEST] = (largest if row == rows[-1] else largest / 4) * 2.0**-row
         on_gpu, measured_there = flags.to(DEVICE, copy=True), measured.to(DEVICE, copy=True)
         last_flags, kept = torch.full((abi.ROWS + 2,), NAN, device=DEVICE), torch.full((abi.ROWS + 2,), NAN)
-        state = self.scales[1], self.trackers[1], on_gpu, last_flags[1:-1], self.policy, self.counters[1:-1]
+        state = on_gpu, last_flags[1:-1], self.policy, self.counters[1:-1]
         options, mask = {}, sum(1 << row for row in rows)
         if self.headroom:
             options = {"measured": measured_there, "headroom": self.ring[1:-1], "bits": self.headroom.bits}
+        bound = bind_update(*state, clear=clear, for_good=self.for_good, **options)
         with launched("_update_scale_kernel"):
-            launch_update(*state, mask, clear=clear, **options)
+            launch_update(bound, self.scales[1], self.trackers[1], mask)
         bad, rule = bool(rows) and flag != 0, (self.numbers, self.limits)
         if self.headroom:
             row = torch.tensor([[largest, 0.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
@@ -91,7 +92,7 @@ def test_random_steps(seed, by_headroom):
         low, high = sorted(draw.choices([MIN_SCALE, 1.0, 4096.0, 65536.0, MAX_SCALE], k=2))
         headroom = HeadroomRule(draw.randint(0, 30), draw.choice([1, 3, 16])) if by_headroom else None
         scale = draw.choice([*EDGES, *[math.ldexp(draw.uniform(1, 2), draw.randint(-120, 127)) for _ in EDGES]])
-        run = Run(scale, numbers, Limits(low, high, draw.randint(1, 3)), headroom)
+        run = Run(scale, numbers, Limits(low, high, draw.randint(1, 3)), headroom, for_good=seed % 2 == 0)
         for _ in range(4):
             rows, flag = draw.sample(range(abi.ROWS), draw.choice([0, 1, 3, 32])), draw.choice([0.0, 0.0, *BAD_FLAGS])
             largest = draw.choice([0.0, math.ldexp(draw.uniform(1, 2), draw.randint(-60, 10))]) if rows else 0.0
