@@ -44,6 +44,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("over = step.raised or not step.clipped or", "over = not step.clipped or", "ranks/guard"),
         ("            step._enter(CARRIED)\n", "            step._enter(UNSCALED)\n"),
         ("if plan is None or not plan.matches(parameters):", "if plan is None:", "unit/report"),
+        ("(handle is step.owner or step.owner() is unwrap(optimizer))", "True"),
     ],
     "scaler_triton/check.py": [
         ("batches = plan.collect(allow_fp16=ours.allow_fp16 or not divide)", "batches = plan.collect(allow_fp16=True)"),
@@ -155,7 +156,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "kernels/measure.py": [
         ("finite = tl.where(size < float(\"inf\"), size, 0.0)", "finite = size"),
-        ("tl.maximum(tl.load(total_ptr + _LARGEST), tl.max(largest))", "tl.max(largest)"),
+        ("tl.atomic_max(", "tl.atomic_min("),
+        ("launch(-(-table.n_chunks // _BLOCK), ", "launch(1, "),
     ],
     "kernels/clip.py": [
         ("unscaled = narrow(widen(grad) * inv, grad.dtype)", "unscaled = widen(grad) * inv"),
@@ -174,7 +176,9 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("tl.sum(tl.reshape(x, [BLOCK_SIZE // 2, 2]), 1)", "tl.sum(tl.reshape(x, [2, BLOCK_SIZE // 2]), 0)", _BITS),
     ],
     "kernels/table.py": [
-        ("(slot for slot in self._slots if slot[-1].query())", "(slot for slot in self._slots)", "gpu/gpu"),
+        ("if known is None or self._is_capturing():", "if known is None:"),
+        ("            self._unused += self._known.values()", "            self._unused.extend(())"),
+        ("        self.launches.clear()\n", "", "unit/kernels/unscale"),
     ],
 }  # fmt: skip
 
