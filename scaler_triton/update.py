@@ -160,7 +160,7 @@ class Home:
             self.address = growth_tracker.data_ptr()  # of that memory, which users may replace
 
     def _bound(self, ours: Ours) -> Any:
-        """Return what the kernel takes where all flags are the scaler's own."""
+        """Return what the kernel takes where all flags are the scaler's own; a new scale or tracker changes nothing."""
         before, rows = ours.home, self.rows
         if before is not None and before.by_kernel and before.rows is rows and before.counters is self.counters:
             return before.bound
