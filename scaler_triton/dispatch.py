@@ -94,6 +94,14 @@ def choose_for_scale(scale: Tensor, requested: str) -> Backend:
     return choose(scale.device, scale.dtype, requested)
 
 
+def stream_of(scale: Tensor, requested: str) -> Callable[[], int | None]:
+    """Return a function that returns the handle of the current stream, None where no kernel updates the scale."""
+    if not scale.is_cuda or choose_for_scale(scale, requested) == "torch":
+        return lambda: None
+    query: Callable[[], int] = kernels().launch.stream_query(scale.device)
+    return query
+
+
 def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
     """Return the reason for the choice that `choose` made."""
     return _chosen[device, dtype, requested, "unscaling"][1]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton.check import check, is_replaced, ranks_of, step_failed
-from scaler_triton.dispatch import choose_for_scale, is_captured, kernels, stacklevel
+from scaler_triton.dispatch import is_captured, stacklevel, stream_of
 from scaler_triton.flag import any_flag
 from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep
 
@@ -52,10 +52,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
         step.stepped(True)
         return None
     home = scaler._ours.home
-    if scale.is_cuda and (
-        choose_for_scale(scale, scaler._ours.steps.requested) == "triton" if home is None else home.by_kernel
-    ):
-        step.reader = kernels().launch.stream_query(scale.device)()
+    step.reader = stream_of(scale, scaler._ours.steps.requested)() if home is None else home.stream()
     on_host = not scale.is_cpu and _CPU in flags
     factor = None if not divides else scale.reshape(()) if scale.ndim else scale
     try:

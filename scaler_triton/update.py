@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from scaler_triton.dispatch import choose_for_scale, kernels, sync_allowed
+from scaler_triton.dispatch import choose_for_scale, kernels, stream_of, sync_allowed
 from scaler_triton.flag import FlagRows, HostCopy, OnDevice, any_flag
 from scaler_triton.kernels import abi
 from scaler_triton.policy import NO_LIMITS, Limits, no_counters
@@ -146,6 +146,7 @@ class Home:
         self.scale, self.growth_tracker, self.device = scale, growth_tracker, scale.device
         self.rows: FlagRows = ours.rows_on(scale.device)
         self.by_kernel = choose_for_scale(scale, ours.steps.requested) == "triton"
+        self.stream = stream_of(scale, ours.steps.requested)
         self.counters = ours.counters.on(scale.device)
         if self.by_kernel:
             if self.device not in ours.policies:
@@ -214,8 +215,8 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
     if policy.held != (numbers, limits):
         policy.hold(numbers, limits)
     for step in checked if is_own and not captured else ():
-        if step.reader is not None:
-            _wait_for(step.reader, home.device)
+        if step.reader is not None and step.reader != home.stream():  # a fused step, whose flag is going to be cleared
+            torch.cuda.current_stream(home.device).wait_stream(kernels().launch.stream(home.device, step.reader))
     kernels().update_scale.launch_update(bound, scale, tracker, mask)
     for flag in own if is_own else ():
         flag.saved, flag.cleared = True, not (captured or flag in home.rows.captured)
@@ -261,13 +262,6 @@ def numbers_changed(scaler: GradScaler) -> None:
     numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
     for held in scaler._ours.policies.values():
         held.hold(numbers, scaler._ours.limits)
-
-
-def _wait_for(reader: int, device: torch.device) -> None:
-    """Make the current stream wait for the one of a fused step, whose flag the update is going to clear."""
-    launch = kernels().launch
-    if reader != launch.stream_query(device)():
-        torch.cuda.current_stream(device).wait_stream(launch.stream(device, reader))
 
 
 def _check_numbers(scale: Any, growth_tracker: Any) -> None:

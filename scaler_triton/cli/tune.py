@@ -3,7 +3,8 @@
 Each pass runs over scratch, in three element sizes and two workloads: one large span, and 2000 tensors of mixed size.
 Every candidate is checked against torch first, then timed. For each workload the quickest replaces the default, if it
 is quicker beyond noise: in every one of its rounds, than the default in any of its own; and by more than 1 % in the
-median. Other results are figures for people, which the file keeps.
+median. Norm and clip get one together, by the sum of their times, as clipping makes both over one table. Other results
+are figures for people, which the file keeps.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ LAUNCHES, WARM_UP = 50, 5
 MARGIN = 0.01
 # How often a pass moves the bytes of its gradients.
 MOVES = {"unscale": 2, "check": 1, "norm": 1, "clip": 2}
+# Passes that a step makes one behind the other: with one configuration, for both, they share a table.
+TOGETHER = dict.fromkeys(("norm", "clip"), ("norm", "clip"))
 GAP = 512  # bytes, as torch's allocator aligns tensors
 HEAD = ["pass", "bytes", "workload", "default", "GB/s", "chosen", "GB/s", "quicker", "of a copy", "dropped"]
 
@@ -164,12 +167,15 @@ def choose(figures: Sequence[Figures]) -> dict[Key, LaunchConfig]:
     """Return the quickest configuration for each pass, element size and workload; the default unless beyond noise."""
     from scaler_triton.kernels.config import DEFAULT
 
-    chosen = {}
+    found, chosen = {(each.key, each.config): each.ms for each in figures}, {}
     for key in dict.fromkeys(each.key for each in figures):
-        rivals = [each for each in figures if each.key == key and each.ms]
-        default = next(each for each in rivals if each.config == DEFAULT)
-        better = [each for each in rivals if max(each.ms) < min(default.ms) and default.gbps < each.gbps / (1 + MARGIN)]
-        chosen[key] = max(better, key=lambda each: each.gbps, default=default).config
+        passes = [(mode, *key[1:]) for mode in TOGETHER.get(key[0], [key[0]])]
+        configs = dict.fromkeys(each.config for each in figures if each.key == key)
+        rounds = {each: list(map(sum, zip(*(found[one, each] for one in passes), strict=False))) for each in configs}
+        medians = {each: statistics.median(ms) for each, ms in rounds.items() if ms}
+        limit, least = medians[DEFAULT] / (1 + MARGIN), min(rounds[DEFAULT])
+        better = [each for each, median in medians.items() if median < limit and max(rounds[each]) < least]
+        chosen[key] = min(better, key=medians.__getitem__, default=DEFAULT)
     return chosen
 
 
