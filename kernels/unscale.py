@@ -11,12 +11,14 @@ after the cast, which drops hints on the integer; the bound of the mask is a hin
 masked path is for full and partial chunks (two would double the registers).
 """
 
+from collections.abc import Hashable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from scaler_triton.kernels import abi, measure
-from scaler_triton.kernels.launch import INTERPRETED
+from scaler_triton.kernels.launch import INTERPRETED, Launch
 from scaler_triton.kernels.table import GradTable
 
 NAN, INF = tl.constexpr(abi.NAN), tl.constexpr(abi.INF)
@@ -114,24 +116,23 @@ def launch_unscale(
         inverse: `scale` holds the inverse scale.
         measures: write the table's `measured`, of gradients as they were.
     """
-    _launch(table, found_inf, scale, inverse, measures)
+    if table.n_chunks:
+        key = "unscale", inverse, measures
+        launch = table.launches.get(key) or _add_launch(table, key, WRITE=True, INVERSE=inverse, MEASURE=measures)
+        launch(table.n_chunks, table.addresses, found_inf, scale)
 
 
 def launch_check(table: GradTable, found_inf: Tensor, *, measures: bool = False) -> None:
     """Flag what is not finite in the gradients of `table`, which are read only; arguments as of `launch_unscale`."""
-    _launch(table, found_inf, None, False, measures)
+    if table.n_chunks:
+        key = "check", measures
+        launch = table.launches.get(key) or _add_launch(table, key, WRITE=False, INVERSE=False, MEASURE=measures)
+        launch(table.n_chunks, table.addresses, found_inf, found_inf)  # it reads no scale
 
 
-def _launch(table: GradTable, found_inf: Tensor, scale: Tensor | None, inverse: bool, measures: bool) -> None:
-    if table.n_chunks == 0:
-        return
-    writes = scale is not None
-    key = "unscale", writes, inverse, measures
-    launch = table.launches.get(key)
-    if launch is None:
-        fixed = table.bits, table.generation, table.measured if measures else table.generation
-        launch = table.add_launch(key, _unscale_kernel, *fixed, WRITE=writes, INVERSE=inverse, MEASURE=measures)
-    launch(table.n_chunks, table.addresses, found_inf, found_inf if scale is None else scale)  # a check reads none
+def _add_launch(table: GradTable, key: Hashable, **constants: bool) -> Launch:
+    measured = table.measured if constants["MEASURE"] else table.generation
+    return table.add_launch(key, _unscale_kernel, table.bits, table.generation, measured, **constants)
 
 
 @triton.jit

@@ -52,7 +52,8 @@ class Layout:
         self.tables: dict[str, GradTable] = {}  # for kernels, by pass
         # Whether Python finds the marks of what torch's ops check; subclasses may lack the ops for that.
         self.marked_on_host = key.plain and key.device.type == "cpu"
-        self.generation: Tensor | None = None  # the skip count that kernels mark with, on the device; None: no marks
+        self.counters: Tensor | None = None  # of the scaler, on the device; None: kernels leave no marks
+        self.generation: Tensor | None = None  # the skip count among them, with which kernels mark
         self.weights: tuple[Any, list[float] | None] | None = None  # replica counts, and each slot's weight in a norm
 
 

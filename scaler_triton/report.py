@@ -45,7 +45,7 @@ class Marks:
 
     def __init__(self, plan: GradPlan, counters: Counters) -> None:
         self.plan: GradPlan = weakref.proxy(plan)  # it holds this: a cycle would keep parameters until a collection
-        self._counters = counters
+        self.counters = counters
         self.resumed: Flags = {}  # the flags of a step that was CARRIED, which the update before has counted, too
         self._on_host: dict[int, dict[int, int]] = {}  # by generation: the kinds found on the CPU, by parameter
         self._source: Tensor | None = None  # the counters on the device
@@ -61,10 +61,11 @@ class Marks:
         if device != home:  # kernels cannot read another GPU's memory
             self._unmarked.add(f"gradients on {device}, where the scale is not")
             return
-        counters = self._counters.on(home)
+        counters = self.counters.on(home)
         if counters is not self._source:
             self._source = counters
             self._generation = counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # the low words of int64
+        layout.counters = counters
         if layout.generation is not self._generation:
             layout.generation = self._generation
             for each in layout.tables.values():
@@ -74,7 +75,7 @@ class Marks:
 
     def mark_on_host(self, batch: Batch) -> None:
         """Mark the gradients of a batch on the CPU that are not finite."""
-        generation = self._counters.read()[SKIPPED]
+        generation = self.counters.read()[SKIPPED]
         seen = self._on_host.setdefault(generation, {})
         if len(self._on_host) > _GENERATIONS:
             del self._on_host[min(self._on_host)]

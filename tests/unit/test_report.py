@@ -157,10 +157,10 @@ def test_a_kernel_reads_the_generation_on_the_scales_device_only() -> None:
     layout.tables = {name: kernels().table.GradTable([3], torch.float32, CPU) for name in ("check", "norm")}
     for _ in range(2):
         marks.follow(layout, CPU)
-        counters = marks._counters.on(CPU)
+        counters = marks.counters.on(CPU)
         for each in (layout, *layout.tables.values()):
             assert each.generation.data_ptr() == counters[SKIPPED].data_ptr()
-        marks._counters.set([7] * COUNTERS)
+        marks.counters.set([7] * COUNTERS)
     marks, layout, _plan = marked(torch.device("cuda", 1))
     marks.follow(layout, torch.device("cuda", 0))
     assert layout.generation is None
