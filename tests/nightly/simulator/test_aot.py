@@ -133,6 +133,8 @@ def test_registers_and_spills(kernels, target):
     registers = {name.removeprefix(f"{target}-"): report["registers"] for name, report in reports.items()}
     for name, warps in ONE_PROGRAM.items():
         assert 32 * warps * registers.pop(name) <= 65536
+    measuring = [registers.pop(name) for name in [*registers] if "_measuring-" in name]
+    assert max(measuring) <= 80  # of 4 warps: 24 are resident; fewer registers were slower on an H100
     assert max(registers.values()) <= REGISTERS[target]
 
 
