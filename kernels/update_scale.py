@@ -1,7 +1,8 @@
 """The update of scale, growth tracker and counters, by one program of one warp; it can clear the flags, too."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +21,7 @@ _FP16_EXPONENT = tl.constexpr(abi.FP16_EXPONENT)
 _MAX_SCALE, _MAX_TRACKER = tl.constexpr(abi.MAX_SCALE), tl.constexpr(abi.MAX_TRACKER)
 
 
-@triton.jit(do_not_specialize=["rows", "bits", "window"], do_not_specialize_on_alignment=range(8))  # all pointers
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=range(8))  # all pointers
 def _update_scale_kernel(
     flags_ptr,
     last_flags_ptr,
@@ -31,10 +32,10 @@ def _update_scale_kernel(
     scale_ptr,
     growth_tracker_ptr,
     rows: tl.int64,
-    bits: tl.int64,
-    window: tl.int64,
     CLEAR: tl.constexpr,
-    HEADROOM: tl.constexpr,  # the block that holds the ring; 0: torch's rule alone
+    HEADROOM: tl.constexpr,  # the block that holds the ring of WINDOW exponents; 0: torch's rule alone
+    WINDOW: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     row = tl.arange(0, _ROWS)
     chosen = ((rows >> row) & 1) != 0
@@ -65,7 +66,7 @@ def _update_scale_kernel(
     if HEADROOM > 0:
         tl.store(headroom_ptr + _CAP, new_scale.to(tl.float64))
         if found == 0:
-            new_scale = _by_headroom(scale, new_scale, measured_ptr, headroom_ptr, chosen, bits, window, HEADROOM)
+            new_scale = _by_headroom(scale, new_scale, measured_ptr, headroom_ptr, chosen, HEADROOM, WINDOW, BITS)
             new_scale = _within(new_scale, low, high)
     tl.store(scale_ptr, new_scale)
     tl.store(growth_tracker_ptr, new_tracker.to(tl.int32))
@@ -85,23 +86,32 @@ def _within(scale, low, high):
 
 
 @triton.jit
-def _by_headroom(scale, cap, measured_ptr, headroom_ptr, chosen, bits, window, BLOCK_SIZE: tl.constexpr):
-    """The scale that leaves `bits` powers of 2 above the largest gradient of the last good updates, at most the cap."""
+def _by_headroom(
+    scale,
+    cap,
+    measured_ptr,
+    headroom_ptr,
+    chosen,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """The scale that leaves BITS powers of 2 above the largest gradient of the last good updates, at most the cap."""
     place = measured_ptr + _MEASURED_ROW * tl.arange(0, _ROWS)
     largest = tl.load(place + _LARGEST, mask=chosen, other=0.0)
     unscaled = tl.max(largest / tl.load(place + _MEASURED_AT, mask=chosen, other=1.0), 0)
     exponent = ((unscaled.to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1023
     count = tl.load(headroom_ptr + _EXPONENTS).to(tl.int64)
-    slot, enters = count % window, unscaled > 0
+    slot, enters = count % WINDOW, unscaled > 0
     if enters:
         tl.store(headroom_ptr + _HEADROOM_HEADER + slot, exponent.to(tl.float64))
         tl.store(headroom_ptr + _EXPONENTS, (count + 1).to(tl.float64))
     # The newest is not read, as other lanes may not see what was just stored.
     lane = tl.arange(0, BLOCK_SIZE)
-    known = (lane < tl.minimum(count, window)) & (lane != tl.where(enters, slot, -1))
+    known = (lane < tl.minimum(count, WINDOW)) & (lane != tl.where(enters, slot, -1))
     top = tl.max(tl.load(headroom_ptr + _HEADROOM_HEADER + lane, mask=known, other=-4096.0), 0).to(tl.int64)
     top = tl.where(enters, tl.maximum(top, exponent), top)
-    power = tl.minimum(tl.maximum(-(bits + top) + _FP16_EXPONENT, -1022), 1023)
+    power = tl.minimum(tl.maximum(-(BITS + top) + _FP16_EXPONENT, -1022), 1023)
     target = ((power + 1023) << 52).to(tl.float64, bitcast=True)
     return tl.where(enters | (count > 0), tl.minimum(target, cap.to(tl.float64)).to(tl.float32), scale)
 
@@ -122,14 +132,6 @@ def _count(counters_ptr, found, scale, new_scale):
         tl.store(counters_ptr + _BACKOFFS, tl.load(counters_ptr + _BACKOFFS) + 1)
 
 
-class Bound(NamedTuple):
-    """What an update reads and writes beside scale and tracker, as `bind_update` returns it."""
-
-    launch: Launch
-    tensors: tuple[Tensor, ...]  # those that the launch has not fixed
-    numbers: tuple[int, int]
-
-
 def bind_update(
     flags: Tensor,
     last_flags: Tensor,
@@ -141,8 +143,20 @@ def bind_update(
     measured: Tensor | None = None,
     headroom: Tensor | None = None,
     bits: int = 0,
-) -> Bound:
-    """Return what `launch_update` takes.
+) -> Callable[[Tensor, Tensor, int], None]:
+    """Return a function of the scale, its growth tracker and `rows`, which launches an update.
+
+        bad = any(flags[row, FLAG] != 0 for row in rows)
+        unscaled = max(measured[row, LARGEST] / measured[row, MEASURED_AT] for row in rows)   # with `headroom`
+        scale, growth_tracker, strikes, headroom = by the rules of `scaler_triton/update.py` and `headroom.py`
+        updates += 1
+        if bad: skipped += 1; last_skip = updates
+        streak = streak + 1 if bad else 0
+        growths, backoffs = growths + (scale is larger), backoffs + (scale is smaller)
+        if clear: last_flags[rows], flags[rows, FLAG], flags[rows, FAILED] = flags[rows, FLAG], 0, 0
+
+    Its arguments are the scale, fp32, one element, any shape; the growth tracker, int32, one element, which stops at
+    2**31 - 1; both on one device, mutated; and a bit mask of the rows of `flags` that count.
 
     Args:
         flags: fp32 [n, STATUS], n <= ROWS, on the scale's device; mutated if `clear`. NaN counts as bad. Where only
@@ -157,37 +171,16 @@ def bind_update(
         bits: powers of 2 that are left free.
     """
     window = 0 if headroom is None else len(headroom) - abi.HEADROOM_HEADER
-    block = triton.next_power_of_2(window) if window else 0
     measured, headroom = policy if measured is None else measured, policy if headroom is None else headroom
     tensors = flags, last_flags, policy, counters, measured, headroom
     if for_good:
-        fixed = Launch(_update_scale_kernel, flags.device, fixed=tensors, num_warps=1, CLEAR=clear, HEADROOM=block)
-        return Bound(fixed, (), (bits, window))
-    return Bound(_launch_on(flags.device, clear, block), tensors, (bits, window))
-
-
-def launch_update(bound: Bound, scale: Tensor, growth_tracker: Tensor, rows: int) -> None:
-    """Back the scale off after bad steps; grow it after `growth_interval` good ones in a row.
-
-        bad = any(flags[row, FLAG] != 0 for row in rows)
-        unscaled = max(measured[row, LARGEST] / measured[row, MEASURED_AT] for row in rows)   # with `headroom`
-        scale, growth_tracker, strikes, headroom = by the rules of `scaler_triton/update.py` and `headroom.py`
-        updates += 1
-        if bad: skipped += 1; last_skip = updates
-        streak = streak + 1 if bad else 0
-        growths, backoffs = growths + (scale is larger), backoffs + (scale is smaller)
-        if clear: last_flags[rows], flags[rows, FLAG], flags[rows, FAILED] = flags[rows, FLAG], 0, 0
-
-    Args:
-        bound: the other tensors, mutated as `bind_update` says.
-        scale: fp32, one element, any shape, mutated.
-        growth_tracker: int32, one element, on the scale's device, mutated; it stops at 2**31 - 1.
-        rows: bit mask of the rows of `flags` that count.
-    """
-    launch, tensors, numbers = bound
-    launch(1, *tensors, scale, growth_tracker, rows, *numbers)
+        return functools.partial(_launch_on.__wrapped__(flags.device, clear, window, bits, fixed=tensors), 1)
+    return functools.partial(_launch_on(flags.device, clear, window, bits), 1, *tensors)
 
 
 @functools.cache
-def _launch_on(device: torch.device, clear: bool, headroom: int) -> Launch:
-    return Launch(_update_scale_kernel, device, num_warps=1, CLEAR=clear, HEADROOM=headroom)
+def _launch_on(device: torch.device, clear: bool, window: int, bits: int, fixed: Sequence[Tensor] = ()) -> Launch:
+    constants: dict[str, Any] = {"CLEAR": clear, "HEADROOM": 0, "WINDOW": window, "BITS": bits}
+    if window:
+        constants["HEADROOM"] = triton.next_power_of_2(window)
+    return Launch(_update_scale_kernel, device, fixed=fixed, num_warps=1, **constants)

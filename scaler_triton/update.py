@@ -152,7 +152,7 @@ class Home:
             if self.device not in ours.policies:
                 ours.policies[self.device] = DevicePolicy(self.device)
             self.policy = ours.policies[self.device]
-            self.bound = self._bound(ours)
+            self.launch = self._launch(ours)
         # Fake tensors cannot be read.
         on_host = not self.by_kernel and scale.is_cpu and type(scale) is type(growth_tracker) is Tensor
         self.on_host = on_host and ours.headroom is None
@@ -160,11 +160,11 @@ class Home:
             self.counted, self.tracker = host_memory(self.counters), host_memory(growth_tracker.view(-1))
             self.address = growth_tracker.data_ptr()  # of that memory, which users may replace
 
-    def _bound(self, ours: Ours) -> Any:
-        """Return what the kernel takes where all flags are the scaler's own; a new scale or tracker changes nothing."""
+    def _launch(self, ours: Ours) -> Any:
+        """Return the kernel's launch where all flags are the scaler's own; a new scale or tracker changes nothing."""
         before, rows = ours.home, self.rows
         if before is not None and before.by_kernel and before.rows is rows and before.counters is self.counters:
-            return before.bound
+            return before.launch
         options = {} if ours.headroom is None else ours.headroom.options(rows.measured)
         tensors = rows.status, rows.last_flags, self.policy.memory, self.counters
         return kernels().update_scale.bind_update(*tensors, clear=True, for_good=True, **options)
@@ -201,7 +201,7 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         return
     is_own = home.by_kernel and len(own) == len(checked)
     if is_own:
-        policy, bound = home.policy, home.bound
+        policy, launch = home.policy, home.launch
     else:
         headroom = ours.headroom
         flag = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device)
@@ -211,13 +211,13 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
             return
         policy, mask = home.policy, 1
         options = {} if headroom is None else headroom.options(measured)
-        bound = kernels().update_scale.bind_update(flag, flag, policy.memory, home.counters, clear=False, **options)
+        launch = kernels().update_scale.bind_update(flag, flag, policy.memory, home.counters, clear=False, **options)
     if policy.held != (numbers, limits):
         policy.hold(numbers, limits)
     for step in checked if is_own and not captured else ():
         if step.reader is not None and step.reader != home.stream():  # a fused step, whose flag is going to be cleared
             torch.cuda.current_stream(home.device).wait_stream(kernels().launch.stream(home.device, step.reader))
-    kernels().update_scale.launch_update(bound, scale, tracker, mask)
+    launch(scale, tracker, mask)
     for flag in own if is_own else ():
         flag.saved, flag.cleared = True, not (captured or flag in home.rows.captured)
 
@@ -382,9 +382,9 @@ def _clamped(scale: Tensor, limits: Limits) -> Tensor:
 def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numbers: Numbers, requested: str) -> None:
     """Update once by the backend of the scale's device, without limits or counters, as `torch._amp_update_scale_`."""
     if choose_for_scale(scale, requested) == "triton":
-        update = kernels().update_scale
-        bound = update.bind_update(found_inf, found_inf, *_kept_policy(scale.device, numbers), clear=False)
-        update.launch_update(bound, scale, growth_tracker, 1)
+        policy, counters = _kept_policy(scale.device, numbers)
+        launch = kernels().update_scale.bind_update(found_inf, found_inf, policy, counters, clear=False)
+        launch(scale, growth_tracker, 1)
     elif scale.is_cpu and type(scale) is Tensor:
         memory = host_memory(growth_tracker.view(-1))
         update_on_host_(scale, memory, found_inf.item() != 0, numbers, NO_LIMITS, no_counters())

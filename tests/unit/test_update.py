@@ -85,9 +85,8 @@ def by_ops(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Count
 def by_kernel(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Counters, *measured: Any) -> None:
     policy = DevicePolicy(scale.device).hold(*rules)
     options = measured[0].options(a_row(measured[1])) if measured else {}
-    module = kernels().update_scale
-    bound = module.bind_update(flag, flag, policy, held.on(scale.device), clear=False, **options)
-    module.launch_update(bound, scale, tracker, 1)
+    bind = kernels().update_scale.bind_update
+    bind(flag, flag, policy, held.on(scale.device), clear=False, **options)(scale, tracker, 1)
 
 
 PATHS = [("cpu", by_host), ("cpu", by_ops), *((place.device, by_kernel) for place in TRITON)]
@@ -270,12 +269,10 @@ CHANGES += [("max_scale", 80.0), ("hysteresis", 2)]
 @pytest.mark.parametrize("how", ["set", "load"])
 @pytest.mark.parametrize(("name", "value"), CHANGES)
 def test_a_replay_goes_by_the_numbers_that_were_set_or_loaded(place: Place, how: str, name: str, value: Any) -> None:
-    """A replay is what an update launched, launched again."""
+    """A replay is what an update launches, launched again."""
     scaler, other = at(place, growth_interval=1), at(place, **{"growth_interval": 1, name: value})
-    module = kernels().update_scale
-    with mock.patch.object(module, "launch_update", wraps=module.launch_update) as launched:
-        scales(scaler, bad=".")
-    replay, counters = launched.call_args.args, scaler._ours.counters.values
+    scales(scaler, bad=".")
+    home, counters = scaler._ours.home, scaler._ours.counters.values
     if how == "load":
         scaler.load_state_dict(other.state_dict())
     else:
@@ -284,8 +281,8 @@ def test_a_replay_goes_by_the_numbers_that_were_set_or_loaded(place: Place, how:
         scaler.set_limits(**{name: value}) if setter is None else setter(value)
     replayed = []
     for found in (0.0, 1.0, 1.0):
-        scaler._ours.home.rows.status[:, 0] = found  # the flags of all optimizers
-        module.launch_update(*replay)
+        home.rows.status[:, 0] = found  # the flags of all optimizers
+        home.launch(home.scale, home.growth_tracker, 1)
         replayed.append(scaler.get_scale())
     assert replayed == scales(other, bad=".xx")
     assert scaler._ours.counters.values is counters  # where the graph counts

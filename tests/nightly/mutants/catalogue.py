@@ -166,7 +166,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("found = tl.max((flags != 0.0).to(tl.int32), 0)", "found = tl.max((flags > 0.0).to(tl.int32), 0)"),
         ("tl.store(last_flags_ptr + row, flags, mask=chosen)", "pass"),
         ("        tl.store(headroom_ptr + _CAP, new_scale.to(tl.float64))\n", ""),
-        ("known = (lane < tl.minimum(count, window)) & ", "known = (lane < window) & "),
+        ("known = (lane < tl.minimum(count, WINDOW)) & ", "known = (lane < WINDOW) & "),
     ],
     "kernels/spike.py": [
         ("enters = (first != 0) & (before - before == 0)", "enters = before - before == 0"),

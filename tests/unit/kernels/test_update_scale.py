@@ -10,7 +10,7 @@ from kernel_cases import DEVICE, INF, NAN, assert_same, assert_untouched, launch
 from scaler_triton.headroom import HeadroomRule
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import MAX_SCALE, MIN_SCALE
-from scaler_triton.kernels.update_scale import bind_update, launch_update
+from scaler_triton.kernels.update_scale import bind_update
 from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.torch_ops import host_memory
 from scaler_triton.update import update_by_ops_, update_on_host_
@@ -51,9 +51,9 @@ class Run:
         options, mask = {}, sum(1 << row for row in rows)
         if self.headroom:
             options = {"measured": measured_there, "headroom": self.ring[1:-1], "bits": self.headroom.bits}
-        bound = bind_update(*state, clear=clear, for_good=self.for_good, **options)
+        launch = bind_update(*state, clear=clear, for_good=self.for_good, **options)
         with launched("_update_scale_kernel"):
-            launch_update(bound, self.scales[1], self.trackers[1], mask)
+            launch(self.scales[1], self.trackers[1], mask)
         bad, rule = bool(rows) and flag != 0, (self.numbers, self.limits)
         if self.headroom:
             row = torch.tensor([[largest, 0.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
