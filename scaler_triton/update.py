@@ -218,6 +218,7 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         if step.reader is not None and step.reader != home.stream():  # a fused step, whose flag is going to be cleared
             torch.cuda.current_stream(home.device).wait_stream(kernels().launch.stream(home.device, step.reader))
     launch(scale, tracker, mask)
+    increment_version(scale)  # as torch's op does: a loss that was scaled before cannot be differentiated after it
     for flag in own if is_own else ():
         flag.saved, flag.cleared = True, not (captured or flag in home.rows.captured)
 
@@ -385,6 +386,7 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numb
         policy, counters = _kept_policy(scale.device, numbers)
         launch = kernels().update_scale.bind_update(found_inf, found_inf, policy, counters, clear=False)
         launch(scale, growth_tracker, 1)
+        increment_version(scale)
     elif scale.is_cpu and type(scale) is Tensor:
         memory = host_memory(growth_tracker.view(-1))
         update_on_host_(scale, memory, found_inf.item() != 0, numbers, NO_LIMITS, no_counters())
