@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress, repeat
-from operator import attrgetter, is_, is_not, itemgetter
+from operator import attrgetter, call, is_, is_not, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
     from scaler_triton.ranks import Ranks
     from scaler_triton.report import Marks
+
+Guard = Callable[[Any], bool]
 
 _spec_of, _shard_of = attrgetter(gradients.SPEC), attrgetter(gradients.SHARD)
 _grad_of = attrgetter("grad")
@@ -94,6 +96,8 @@ class GradPlan:
         self._first_spec = self._spec_of_first()
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
+        self._guards: list[Guard] = [_unknown] * len(self.parameters)  # each of the form that a gradient has
+        self._guards_by_form: dict[Any, Guard] = {}
         self._build_layouts([_expected_form(parameter) for parameter in self.parameters])
 
     def matches(self, parameters: Sequence[Tensor]) -> bool:
@@ -117,13 +121,11 @@ class GradPlan:
         """
         grads: list[Tensor | None] = list(map(_grad_of, self.parameters))
         local = self._known_shards(grads) if self._dtensors else grads
-        guard, here = self._guard, self._here
-        if guard is None or not local or (self._has_fp16 and not allow_fp16):
-            known = False
-        elif here is None:
-            known = guard(*local)
-        else:
-            known = list(map(is_not, local, repeat(None))) == here and guard(*compress(local, here))
+        here: list[bool] | None = None  # which are not missing; None: all
+        known = bool(local) and (allow_fp16 or not self._has_fp16)
+        if known and not all(map(call, self._guards, local)):
+            here = list(map(is_not, local, repeat(None)))
+            known = not all(here) and all(map(call, compress(self._guards, here), compress(local, here)))
         others: list[Batch] = []
         if not known:
             if summed:
@@ -140,8 +142,6 @@ class GradPlan:
         if not known:
             batches += others
             choose_backends(batches, self.requested, measures=self.measures)
-            if not others:
-                self._learn(local)
         return batches
 
     def _known_shards(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -160,8 +160,8 @@ class GradPlan:
         partials = self._localise(grads)
         unknown = {
             index: grad
-            for index, (grad, guard) in enumerate(zip(grads, self._each, strict=True))
-            if grad is not None and (guard is None or not guard(grad))
+            for index, (grad, guard) in enumerate(zip(grads, self._guards, strict=True))
+            if grad is not None and not guard(grad)
         }
         suspects = grads if self._has_fp16 else unknown.values()
         if not allow_fp16 and any(grad is not None and grad.dtype is torch.float16 for grad in suspects):
@@ -187,6 +187,8 @@ class GradPlan:
             sparse[index] = sparse_values(grad)
         if len(changed) > len(sparse):
             self._build_layouts(forms)
+        for index in unknown.keys() - sparse.keys():
+            self._guards[index] = form_guard(grads[index], self._guards_by_form)
         others = group(sparse)
         others += [batch._replace(is_partial=True) for batch in group(partials)]
         return others
@@ -227,20 +229,6 @@ class GradPlan:
         self._forms = forms
         self._rows = [(layout, _row(layout.positions)) for layout in self.layouts]
         self._has_fp16 = any(layout.key.dtype is torch.float16 for layout in self.layouts)
-        self._guard: Callable[..., bool] | None = None  # of the last gradients that were not missing
-        self._here: list[bool] | None = None  # which these were; None: all
-        self._each: list[Callable[..., bool] | None] = [None] * len(forms)  # guards of single gradients
-
-    def _learn(self, grads: Sequence[Tensor | None]) -> None:
-        """Make a guard for all gradients if the same ones are missing again; else, as with experts, one for each."""
-        here = list(map(is_not, grads, repeat(None)))
-        if all(here) or here == self._here:
-            self._guard = form_guard(list(compress(grads, here)))
-        else:
-            self._guard = None
-            for index in compress(range(len(grads)), here):
-                self._each[index] = self._each[index] or form_guard([grads[index]])
-        self._here = None if all(here) else here
 
 
 class _Form(NamedTuple):
@@ -314,15 +302,24 @@ def _row(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     return itemgetter(*positions)
 
 
-def form_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
-    """Return a check of the type, dtype, device, sizes and strides of tensors; None where torch has none.
+def form_guard(tensor: Any, known: dict[Any, Guard]) -> Guard:
+    """Return a check of the type, dtype, device, sizes and strides of tensors, the one in `known` for that form.
 
-    torch's private guards take 40 ns a tensor, public attributes 500. A match is reliable, but a mismatch may be wrong:
-    the plan then looks at each gradient itself.
+    torch's private guards take 100 ns a tensor, public attributes 500. Tensors of one form share a guard, as its memory
+    would not be in the caches. A match is reliable, but a mismatch may be wrong: then each gradient is inspected.
     """
-    try:
-        make: Any = torch._C._dynamo.guards.TensorGuards
-        check: Callable[..., bool] = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        return check if check(*tensors) is True else None
-    except (AttributeError, TypeError, RuntimeError, ValueError):
-        return None
+    form = _signature(tensor), tensor.stride()
+    guard = known.get(form)
+    if guard is None or not guard(tensor):
+        try:
+            make: Any = torch._C._dynamo.guards.TensorGuards
+            guard = make(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        except (AttributeError, TypeError, RuntimeError, ValueError):
+            guard = _unknown
+        known[form] = guard if guard(tensor) is True else _unknown
+    return known[form]
+
+
+def _unknown(tensor: Any) -> bool:
+    """Stand for the guard of a form that is not known, or where torch has no guards."""
+    return False

@@ -77,12 +77,13 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("(math.nan, 1.0, 1.0, 0.0, 0.0)", "(math.nan, 1.0, 0.0, 0.0, 0.0)", "unit/check"),
     ],
     "scaler_triton/plan.py": [
-        ("list(map(is_not, local, repeat(None))) == here and guard", "guard"),
+        ("not all(here) and all(map(call, compress(self._guards, here), compress(local, here)))", "not all(here)"),
         ("partials[index] = local.detach() * terms", "partials[index] = local.detach()"),
         ("            check_gradient(grad, f\"the gradient of parameter {index}\")\n", "            pass\n"),
     ],
     "scaler_triton/passes.py": [
         ("if not divide or batch.is_partial:", "if not divide:"),
+        ("if layout.counters is not plan.marks.counters.values:", "if layout.counters is None:", "unit/report"),
         ("if inverse else plan.inverse.enlarges):", "if inverse else False):", "unit/report"),
     ],
     "scaler_triton/torch_ops.py": [
@@ -94,12 +95,13 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/update.py": [
         ("            tracker[0] = counters[abi.STRIKES] = 0\n", "            tracker[0] = 0\n"),
-        ("        increment_version(scale)", "        pass"),
+        ("        increment_version(scale)  # as if", "        pass  # as if"),
+        ("    increment_version(scale)  # as torch's", "    pass  # as torch's"),
         ("if not limits.min_scale <= value <= limits.max_scale:", "if value > limits.max_scale:"),
         ("(strikes + bad) * (bad | keeps_strikes),", "strikes + bad,"),
         ("        or home.counters is not ours.counters.values\n", ""),
         ("not (captured or flag in home.rows.captured)", "True", "gpu/capture"),
-        ("            _wait_for(step.reader, home.device)\n", "            pass\n", "gpu/gpu"),
+        ("if step.reader is not None and step.reader != home.stream():", "if False:", "gpu/gpu"),
         ("        headroom.on(scale.device)[abi.CAP] = after.reshape(())\n", ""),
     ],
     "scaler_triton/fused.py": [
@@ -134,7 +136,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/ops.py": [
         ("found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))", "found_inf.copy_(flag)", "gpu/gpu"),
-        ("known is not None and known.guard(*scalars, *grads) else", "known is not None else", _LISTS),
+        ("known is not None and all(map(call, known.guards, (*scalars, *grads)))", "known is not None", _LISTS),
         ("known is not None and _known.pop(key, None) is known and", "known is not None and", _LISTS),
         (" or kernels().launch.capture_query(layout.key.device)():", ":", _LISTS),
     ],
