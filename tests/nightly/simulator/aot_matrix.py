@@ -69,15 +69,10 @@ def variants():
                 yield f"{name}_measuring-{dtype_name(torch_dtype)}", kernel, constants, MEASURING.num_warps
     yield "add_measured", _add_measured_kernel, {"BLOCK_SIZE": _BLOCK}, _WARPS
     for clear in (False, True):
-        yield (
-            f"update{'_and_clear' * clear}",
-            _update_scale_kernel,
-            {"CLEAR": clear, "HEADROOM": 0, "WINDOW": 0, "BITS": 0},
-            1,
-        )
-        for ring in (16, abi.MAX_HEADROOM_WINDOW):
+        for ring in (0, 16, abi.MAX_HEADROOM_WINDOW):
             constants = {"CLEAR": clear, "HEADROOM": ring, "WINDOW": ring, "BITS": 2}
-            yield f"update{'_and_clear' * clear}_headroom-{ring}", _update_scale_kernel, constants, 1
+            name = f"update{'_and_clear' * clear}{f'_headroom-{ring}' * bool(ring)}"
+            yield name, _update_scale_kernel, constants, 1
     yield "finish", _finish_kernel, {"BLOCK_SIZE": PARTIALS_BLOCK}, _FINISH_WARPS
     for size in (2, 128, abi.MAX_WINDOW):
         yield f"judge-{size}", _judge_kernel, {"BLOCK_SIZE": size}, warps_of(size), False

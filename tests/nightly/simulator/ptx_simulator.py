@@ -134,6 +134,11 @@ class Block:
         self.registers.write(result, ptx_ops.fma(*factors, self.registers.read(added, "f32")), "f32", active)
 
     def _mul(self, it, active):
+        if it.kinds[0] == "hi":
+            a, b = (self.registers.read(each, it.kinds[-1]) for each in it.operands[1:])
+            high = a.astype(object) * b.astype(object) >> width_of(it.kinds[-1])  # Python's integers are exact
+            self.registers.write(it.operands[0], high.astype(a.dtype), it.kinds[-1], active)
+            return
         if it.kinds[0] != "wide":
             self._compute(it, active)
             return
