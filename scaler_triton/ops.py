@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from operator import call, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from scaler_triton import passes, policy, torch_ops
 from scaler_triton.dispatch import check_backend, kernels
 from scaler_triton.gradients import check_gradient, check_overlap, local_tensor, sparse_values
 from scaler_triton.kernels.abi import SQUARES
-from scaler_triton.plan import Batch, Guard, Layout, choose_backends, form_guard, group
+from scaler_triton.plan import Batch, Guard, Layout, choose_backends, form_guard, group, unknown
 from scaler_triton.torch_ops import is_plain
 from scaler_triton.update import update_scale_ as _update_scale_
 
@@ -186,7 +186,7 @@ _Op = Callable[[Batch, Tensor], None]  # on a batch, with a flag on its device
 class _Known(NamedTuple):
     """What calls of one op use of a list that was seen before."""
 
-    guards: list[Guard]  # of the forms of the scalars and the gradients
+    guard: Guard  # of the form of the scalars and the gradients
     layouts: list[Layout]
     streams: list[int | None]  # for each layout that of its kernels
     on_cpu: bool  # whether the list is one batch for an op of torch's on the CPU
@@ -201,7 +201,7 @@ def _look_up(op: str, grads: list[Tensor], backend: str | None, *scalars: Tensor
     first = grads[0].numel() if grads and type(grads[0]) is Tensor else None
     key = op, check_backend(backend), len(grads), first
     known = _known.get(key)
-    return key, known if known is not None and all(map(call, known.guards, (*scalars, *grads))) else None
+    return key, known if known is not None and known.guard(*scalars, *grads) else None
 
 
 def _run(key: _Key, known: _Known | None, op: _Op, grads: list[Tensor], **scalars: Tensor) -> None:
@@ -236,13 +236,12 @@ def _run_unknown(key: _Key, op: _Op, grads: list[Tensor], scalars: dict[str, Ten
     every = [*scalars.values(), *grads]
     # A guard does not look into DTensors and sparse tensors, and a known list is used without `no_grad`.
     simple = all(map(is_, locals_, grads)) and all(is_plain(each) and not each.requires_grad for each in every)
-    forms: dict[Any, Guard] = {}
-    guards = [form_guard(each, forms) for each in every] if simple else []
-    if not all(map(call, guards, every)) or not simple:
+    guard = form_guard(*every) if simple else unknown
+    if guard is unknown:
         return None
     layouts = [batch.layout for batch in batches]
     on_cpu = all(each.is_cpu for each in every) and [layout.backend for layout in layouts] == ["torch"]
-    return _Known(guards, layouts, [_stream(layout) for layout in layouts], on_cpu)
+    return _Known(guard, layouts, [_stream(layout) for layout in layouts], on_cpu)
 
 
 def _run_one(op: _Op, batch: Batch, found_inf: Tensor) -> None:

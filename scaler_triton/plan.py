@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from scaler_triton.ranks import Ranks
     from scaler_triton.report import Marks
 
-Guard = Callable[[Any], bool]
+Guard = Callable[..., bool]
 
 _spec_of, _shard_of = attrgetter(gradients.SPEC), attrgetter(gradients.SHARD)
 _grad_of = attrgetter("grad")
@@ -96,7 +96,8 @@ class GradPlan:
         self._first_spec = self._spec_of_first()
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
-        self._guards: list[Guard] = [_unknown] * len(self.parameters)  # each of the form that a gradient has
+        # Of the form that each gradient has. Those of one form share a guard, whose memory is then in the caches.
+        self._guards: list[Guard] = [unknown] * len(self.parameters)
         self._guards_by_form: dict[Any, Guard] = {}
         self._build_layouts([_expected_form(parameter) for parameter in self.parameters])
 
@@ -158,16 +159,16 @@ class GradPlan:
         In `grads` DTensors are replaced by their shards, and sparse gradients removed.
         """
         partials = self._localise(grads)
-        unknown = {
+        new = {
             index: grad
             for index, (grad, guard) in enumerate(zip(grads, self._guards, strict=True))
             if grad is not None and not guard(grad)
         }
-        suspects = grads if self._has_fp16 else unknown.values()
+        suspects = grads if self._has_fp16 else new.values()
         if not allow_fp16 and any(grad is not None and grad.dtype is torch.float16 for grad in suspects):
             raise ValueError("Attempting to unscale FP16 gradients.")  # before other errors, as torch does
         changed: dict[int, Tensor] = {}
-        for index, grad in unknown.items():
+        for index, grad in new.items():
             form = self._forms[index]
             grads[index] = grad = grad.detach() if grad.requires_grad else grad
             if form is None or _signature(grad) != form.signature or grad.stride() != form.stride:
@@ -187,11 +188,18 @@ class GradPlan:
             sparse[index] = sparse_values(grad)
         if len(changed) > len(sparse):
             self._build_layouts(forms)
-        for index in unknown.keys() - sparse.keys():
-            self._guards[index] = form_guard(grads[index], self._guards_by_form)
+        for index in new.keys() - sparse.keys():
+            self._guards[index] = self._guard_for(grads[index])
         others = group(sparse)
         others += [batch._replace(is_partial=True) for batch in group(partials)]
         return others
+
+    def _guard_for(self, grad: Any) -> Guard:
+        form = _signature(grad), grad.stride()
+        guard: Guard = self._guards_by_form.get(form, unknown)
+        if not guard(grad):
+            guard = self._guards_by_form[form] = form_guard(grad)
+        return guard
 
     def _localise(self, grads: list[Tensor | None]) -> dict[int, Tensor]:
         """Replace DTensors by their local shards; return the tensors to be checked for Partial ones, by parameter."""
@@ -302,24 +310,20 @@ def _row(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     return itemgetter(*positions)
 
 
-def form_guard(tensor: Any, known: dict[Any, Guard]) -> Guard:
-    """Return a check of the type, dtype, device, sizes and strides of tensors, the one in `known` for that form.
+def form_guard(*tensors: Any) -> Guard:
+    """Return a check of the type, dtype, device, sizes and strides of tensors; `unknown` where torch has none.
 
-    torch's private guards take 100 ns a tensor, public attributes 500. Tensors of one form share a guard, as its memory
-    would not be in the caches. A match is reliable, but a mismatch may be wrong: then each gradient is inspected.
+    torch's private guards take 40 to 100 ns a tensor, public attributes 500. A match is reliable, but a mismatch may be
+    wrong: then each tensor is inspected.
     """
-    form = _signature(tensor), tensor.stride()
-    guard = known.get(form)
-    if guard is None or not guard(tensor):
-        try:
-            make: Any = torch._C._dynamo.guards.TensorGuards
-            guard = make(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        except (AttributeError, TypeError, RuntimeError, ValueError):
-            guard = _unknown
-        known[form] = guard if guard(tensor) is True else _unknown
-    return known[form]
+    try:
+        make: Any = torch._C._dynamo.guards.TensorGuards
+        check: Guard = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return check if check(*tensors) is True else unknown
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        return unknown
 
 
-def _unknown(tensor: Any) -> bool:
-    """Stand for the guard of a form that is not known, or where torch has no guards."""
+def unknown(*tensors: Any) -> bool:
+    """Stand for the guard of a form that is not known."""
     return False

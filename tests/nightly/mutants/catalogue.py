@@ -136,7 +136,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/ops.py": [
         ("found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))", "found_inf.copy_(flag)", "gpu/gpu"),
-        ("known is not None and all(map(call, known.guards, (*scalars, *grads)))", "known is not None", _LISTS),
+        ("known is not None and known.guard(*scalars, *grads)", "known is not None", _LISTS),
         ("known is not None and _known.pop(key, None) is known and", "known is not None and", _LISTS),
         (" or kernels().launch.capture_query(layout.key.device)():", ":", _LISTS),
     ],
