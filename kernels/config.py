@@ -74,8 +74,8 @@ class LaunchConfig:
 
 
 DEFAULT = LaunchConfig()
-# Of passes that measure: half of the default's warps, as they add up more numbers. On an H100 a lane takes up to 61
-# registers with it, and every pass is quicker than with 8 warps of half as many elements a lane, and 40 registers.
+# Passes that measure get half of the default's warps, because they add up more numbers. On an H100 this takes up to 61
+# registers a lane, where LaunchConfig(unroll=1) takes 40, and every pass is quicker.
 MEASURING = LaunchConfig(num_warps=4)
 
 # What `tune` tries. tests/nightly/simulator/test_aot.py checks that none of them spills registers.

@@ -96,7 +96,7 @@ class GradPlan:
         self._first_spec = self._spec_of_first()
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
-        # Of the form that each gradient has. Those of one form share a guard, whose memory is then in the caches.
+        # One for each gradient's form. Gradients of one form share it, so that its memory stays in the caches.
         self._guards: list[Guard] = [unknown] * len(self.parameters)
         self._guards_by_form: dict[Any, Guard] = {}
         self._build_layouts([_expected_form(parameter) for parameter in self.parameters])

@@ -65,13 +65,11 @@ class Marks:
         if counters is not self._source:
             self._source = counters
             self._generation = counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # the low words of int64
-        layout.counters = counters
-        if layout.generation is not self._generation:
-            layout.generation = self._generation
-            for each in layout.tables.values():
-                each.mark_with(self._generation)
-            if not any(layout is known for known in self.plan.layouts):
-                self._unmarked.add(f"sparse and Partial gradients on {device}")
+        layout.counters, layout.generation = counters, self._generation
+        for each in layout.tables.values():
+            each.mark_with(self._generation)
+        if not any(layout is known for known in self.plan.layouts):
+            self._unmarked.add(f"sparse and Partial gradients on {device}")
 
     def mark_on_host(self, batch: Batch) -> None:
         """Mark the gradients of a batch on the CPU that are not finite."""
