@@ -45,11 +45,18 @@ from scaler_triton.update import Counters, DevicePolicy, Home, LaggingCounters, 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
 
+# Functions of ours that subclasses and objects may replace: a method's `__func__` is then none of these.
+METHODS: set[Any] = set()
 Report = Callable[[], None]  # joins the reductions in which the other ranks wait, after an error
 
 
 class Ours:
     """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
+
+    __slots__ = (
+        "__weakref__", "allow_fp16", "by_norm", "counters", "guard", "headroom", "home", "lagging", "limits",
+        "membership", "policies", "reader", "rows", "scale_copy", "sharded", "steps",
+    )  # fmt: skip
 
     def __init__(self, sharded: bool) -> None:
         self.sharded = self.allow_fp16 = sharded
@@ -103,8 +110,8 @@ def check(
             part = Part(optimizer, step, plan, replicas_in(plan, together, None, guess=True))
             totals = measure(scaler, [part], together)
             flag, flags = part.flag, part.flags
-        elif is_replaced(scaler, "_unscale_grads_"):  # it may check gradients that are not in the plan
-            flag, plan.written = new_flag(scaler, step), divide
+        elif getattr(scaler._unscale_grads_, "__func__", None) not in METHODS:
+            flag, plan.written = new_flag(scaler, step), divide  # it may check gradients that are not in the plan
             factor = inverse(scale) if divide else torch.ones_like(flag.found_inf)
             flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, ours.allow_fp16 or not divide)
         else:
@@ -131,7 +138,8 @@ def check(
         else:
             agreed = flags_on(scaler, flag, flags, plan, together)
         step.checked(flag, agreed, divided=divide, by_step=by_step)
-        ours.steps.unfinished |= not by_step
+        if not by_step:
+            ours.steps.unfinished = True
         plan.written = False
     except BaseException:
         step_failed(scaler, step)
@@ -238,16 +246,15 @@ def ranks_of(scaler: GradScaler, plan: GradPlan, *joint: GradPlan) -> Ranks | No
 
 def new_flag(scaler: GradScaler, step: OptimizerStep) -> Flag:
     """Return a cleared flag on the scale's device: the step's, unless that holds an earlier check's result."""
-    home = scaler._scale.device
-    flag = step.flag
-    if flag is None or flag.device != home or step["found_inf_per_device"]:
-        flag = scaler._ours.rows_on(home).flag()
-    step.captured = scaler._scale.is_cuda and is_capturing()
-    if step.captured and flag.rows is not None:
+    scale, flag = scaler._scale, step.flag
+    if flag is None or flag.device != scale.device or step["found_inf_per_device"]:
+        flag = scaler._ours.rows_on(scale.device).flag()
+    step.captured = captured = scale.is_cuda and is_capturing()
+    if captured and flag.rows is not None:
         flag.rows.captured.add(flag)  # each replay writes it
-    flag.clear(step.captured)
+    flag.clear(captured)
     if flag.measured is not None:
-        flag.measured[MEASURED_AT] = 1.0 if step.phase is UNSCALED else scaler._scale.reshape(())
+        flag.measured.zero_()[MEASURED_AT] = 1.0 if step.phase is UNSCALED else scale.reshape(())
     return flag
 
 
@@ -374,17 +381,3 @@ def _home_of(scaler: GradScaler, optimizers: Sequence[Any]) -> torch.device:
     """Return where the scale of these optimizers belongs."""
     devices = [each.device for each in parameters_of(*optimizers) if isinstance(each, Tensor)]
     return next((each for each in devices if each.type == scaler._device), torch.device(scaler._device))
-
-
-def is_replaced(scaler: GradScaler, name: str) -> bool:
-    """Return whether a method of ours was replaced, by a subclass or on the object."""
-    return getattr(getattr(scaler, name), "__func__", None) not in _METHODS[name]
-
-
-_METHODS: dict[str, list[Any]] = {}
-
-
-def methods_of(cls: type, *names: str) -> None:
-    """Store a class's methods, for `is_replaced`."""
-    for name in names:
-        _METHODS.setdefault(name, []).append(vars(cls)[name])

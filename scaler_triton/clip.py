@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from scaler_triton import gradients, passes, policy, torch_ops
 from scaler_triton.check import (
+    METHODS,
     Part,
     agree_on_norm,
     begin_anew,
     fail,
     flags_on,
     has_flag,
-    is_replaced,
     measure,
     open_window,
     ranks_of,
@@ -88,7 +88,7 @@ def clip_grad_norm_(
         bound, order = policy.check_max_norm(max_norm), policy.check_norm_type(norm_type, positive=True)
         if not isinstance(model, nn.Module | None):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
-        is_ours = not (is_replaced(scaler, "unscale_") or is_replaced(scaler, "_unscale_grads_"))
+        is_ours = {getattr(each, "__func__", None) for each in (scaler.unscale_, scaler._unscale_grads_)} <= METHODS
         at_once = chosen is None and order == 2.0 and is_ours
         request = Request(bound, order, error_if_nonfinite, chosen, at_once)
         if scaler._enabled:
@@ -153,7 +153,7 @@ def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, re
         for part in parts:
             status = part.flag.status if size else None  # to be computed from the totals, by the first kernel or below
             for batch in part.batches:
-                device = batch.layout.key.device
+                device = batch.layout.device
                 here = device == totals.device
                 local = totals if here else totals.to(device, non_blocking=device.type != "cpu")
                 number = fp32_on(device, scale)

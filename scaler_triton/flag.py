@@ -70,6 +70,11 @@ class FlagRows:
 class Flag:
     """Whether one optimizer's step is to be skipped; `status` is fp32 [STATUS], perhaps one of the `rows`."""
 
+    __slots__ = (
+        "__weakref__", "_copied", "_copy", "_memory", "_summed_over", "cleared", "device", "found_inf", "measured",
+        "row", "rows", "saved", "shared", "status",
+    )  # fmt: skip
+
     def __init__(
         self, status: Tensor, rows: FlagRows | None = None, row: int = 0, measured: Tensor | None = None
     ) -> None:
@@ -95,8 +100,6 @@ class Flag:
             if captured or not self.cleared:
                 self.status.zero_()
             self.cleared = self._copied = False
-        if self.measured is not None:
-            self.measured.zero_()
         self.saved = self.shared = False
         self._summed_over = None
 

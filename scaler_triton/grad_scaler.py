@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.cuda.amp import common
 
 from scaler_triton import clip, fused, passes, policy, ranks, report, update
-from scaler_triton.check import Ours, check, is_replaced, methods_of, require_scale, resume
+from scaler_triton.check import METHODS, Ours, check, require_scale, resume
 from scaler_triton.dispatch import check_backend, is_capturing, refuse_capture, skip_tracing, stacklevel
 from scaler_triton.flag import Flag, Flags, any_flag
 from scaler_triton.headroom import Headroom, HeadroomRule
@@ -264,9 +264,10 @@ class GradScaler(torch.amp.GradScaler):
             return result
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        if self._scale is None or self._growth_tracker is None:
-            require_scale(self, "step", [optimizer])
         scale = self._scale
+        if scale is None or self._growth_tracker is None:
+            require_scale(self, "step", [optimizer])
+            scale = self._scale  # a guard's
         steps, is_fused = self._ours.steps, getattr(optimizer, "_step_supports_amp_scaling", False)
         if scale.is_cuda and not is_fused and is_capturing():
             raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
@@ -283,7 +284,7 @@ class GradScaler(torch.amp.GradScaler):
                 result = fused.step_fused(self, step, optimizer, args, kwargs)
             else:
                 if step.phase is not UNSCALED:
-                    if is_replaced(self, "unscale_"):
+                    if getattr(self.unscale_, "__func__", None) not in METHODS:
                         self.unscale_(optimizer)
                     else:
                         check(self, step, optimizer, divide=True, by_step=True)
@@ -687,5 +688,5 @@ def is_unscaled(scaler: GradScaler, optimizer: Any) -> bool:
     return step.phase in (UNSCALED, FAILED)
 
 
-methods_of(GradScaler, "unscale_", "_unscale_grads_", "_check_inf_per_device")
+METHODS.update((GradScaler.unscale_, GradScaler._unscale_grads_, GradScaler._check_inf_per_device))
 skip_tracing(GradScaler)

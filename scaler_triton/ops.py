@@ -48,7 +48,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
     else:
 
         def unscale_one(batch: Batch, flag: Tensor) -> None:
-            passes.unscale_batch_(batch, inv_scale.to(batch.layout.key.device), flag, inverse=True)
+            passes.unscale_batch_(batch, inv_scale.to(batch.layout.device), flag, inverse=True)
 
         _run(key, known, unscale_one, grads, inv_scale=inv_scale, found_inf=found_inf)
 
@@ -245,7 +245,7 @@ def _run_unknown(key: _Key, op: _Op, grads: list[Tensor], scalars: dict[str, Ten
 
 
 def _run_one(op: _Op, batch: Batch, found_inf: Tensor) -> None:
-    device = batch.layout.key.device
+    device = batch.layout.device
     if device == found_inf.device:
         op(batch, found_inf)
         return
@@ -260,7 +260,7 @@ def _is_free(known: _Known) -> bool:
     A capture writes those of the call before it, and of earlier captures.
     """
     for layout, stream in zip(known.layouts, known.streams, strict=True):
-        if stream is None or kernels().launch.capture_query(layout.key.device)():
+        if stream is None or kernels().launch.capture_query(layout.device)():
             continue
         if stream != _stream(layout) or any(table.captured for table in layout.tables.values()):
             return False
@@ -269,9 +269,9 @@ def _is_free(known: _Known) -> bool:
 
 def _stream(layout: Layout) -> int | None:
     """Return the current stream of a layout's kernels; None if torch's ops or the interpreter serve it."""
-    if layout.backend != "triton" or layout.key.device.type == "cpu":
+    if layout.backend != "triton" or layout.device.type == "cpu":
         return None
-    stream: int = kernels().launch.stream_query(layout.key.device)()
+    stream: int = kernels().launch.stream_query(layout.device)()
     return stream
 
 

@@ -52,7 +52,7 @@ def check(
     totals: list[Tensor] = []
     for batch in batches:
         layout = batch.layout
-        device, on_torch = layout.key.device, (layout.backend if weights is None else layout.clips) == "torch"
+        device, on_torch = layout.device, (layout.backend if weights is None else layout.clips) == "torch"
         at_home = device == flag.device
         found_inf = flags.get(device)
         if found_inf is None:
@@ -60,7 +60,6 @@ def check(
         measured = flag.measured
         if measured is not None:
             measured = None if batch.is_partial else measured if at_home else torch.zeros_like(measured, device=device)
-        measures = measured is not None
         if on_torch:
             if measured is not None:
                 torch_ops.measure(batch.present, measured)
@@ -71,10 +70,10 @@ def check(
                 plan.marks.follow(layout, flag.device)
         if weights is not None:
             here = fp32_on(device, scale)
-            total = norm_batch(batch, here, found_inf, weights[len(totals)], measures=measures)
+            total = norm_batch(batch, here, found_inf, weights[len(totals)], measures=measured is not None)
             totals.append(total.to(flag.device))
         elif not divide or batch.is_partial:
-            check_batch(batch, found_inf, measures=measures)
+            check_batch(batch, found_inf, measures=measured is not None)
         else:
             here = scale if at_home and (on_torch or scale.dtype is torch.float32) else fp32_on(device, scale)
             if on_torch and not inverse:
@@ -86,7 +85,10 @@ def check(
                     plan.marks.mark_on_host(batch)
                 to_be_marked = False
             plan.written = True
-            unscale_batch_(batch, here, found_inf, inverse=inverse or on_torch, measures=measures)
+            if on_torch:
+                torch_ops.unscale_(batch.present, here, found_inf)
+            else:
+                unscale_batch_(batch, here, found_inf, inverse=inverse, measures=measured is not None)
         if measured is not None:
             if not on_torch:
                 kernels().measure.launch_add_measured(layout.tables["measure"], measured)
@@ -146,7 +148,7 @@ def norm_batch(
         return torch.stack([squares, found_inf.double().reshape(()), failures, factor, factor.reciprocal()])
     table = _filled(batch, "measure" if measures else "norm")
     table.set_weights(weights)
-    totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.key.device)
+    totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.device)
     kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals, measures=measures)
     return totals
 
@@ -173,7 +175,7 @@ def clip_batch_(
     table = _filled(batch, "clip")
     if not table.n_chunks:
         return torch_ops.norm_of(totals), False
-    norm = torch.empty((), dtype=torch.float32, device=layout.key.device)
+    norm = torch.empty((), dtype=torch.float32, device=layout.device)
     kernels().clip.launch_clip(table, scale, totals, max_norm, norm, status, ranks)
     torch.autograd.graph.increment_version(batch.present)  # as `torch._foreach_mul_` does, unlike the op that unscales
     return norm, status is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress, repeat
-from operator import attrgetter, call, is_, is_not, itemgetter
+from operator import attrgetter, call, is_not, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -44,8 +44,13 @@ class LayoutKey(NamedTuple):
 class Layout:
     """The part of a batch that is kept between steps: a slot for each tensor, and what its passes use."""
 
+    __slots__ = (
+        "backend", "clips", "counters", "device", "generation", "key", "marked_on_host", "numels", "positions",
+        "tables", "weights",
+    )  # fmt: skip
+
     def __init__(self, key: LayoutKey) -> None:
-        self.key = key
+        self.key, self.device = key, key.device
         # For each slot: its number of elements, and its parameter's index in the optimizer.
         self.numels: list[int] = []
         self.positions: list[int] = []
@@ -53,7 +58,7 @@ class Layout:
         self.clips: Backend | None = None  # the same, for norms and clipping
         self.tables: dict[str, GradTable] = {}  # for kernels, by pass
         # Whether Python finds the marks of what torch's ops check; subclasses may lack the ops for that.
-        self.marked_on_host = key.plain and key.device.type == "cpu"
+        self.marked_on_host = key.plain and self.device.type == "cpu"
         self.counters: Tensor | None = None  # of the scaler, on the device; None: kernels leave no marks
         self.generation: Tensor | None = None  # the skip count among them, with which kernels mark
         self.weights: tuple[Any, list[float] | None] | None = None  # replica counts, and each slot's weight in a norm
@@ -78,6 +83,12 @@ class GradPlan:
     keeps parameters and layouts alive, but no gradient; it keeps replaced parameters until the next step.
     """
 
+    __slots__ = (
+        "__weakref__", "_forms", "_guards", "_guards_by_form", "_has_fp16", "_reduced_specs", "_rows", "devices",
+        "dtensors", "first_device", "first_spec", "grad_shards", "inverse", "is_distributed", "layouts", "marks",
+        "measures", "parameters", "ranks", "replicas", "requested", "written",
+    )  # fmt: skip
+
     marks: Marks  # of overflows; set by the registry that makes the plan
 
     def __init__(self, parameters: Sequence[Tensor], requested: str, *, measures: bool = False) -> None:
@@ -92,26 +103,14 @@ class GradPlan:
         self.replicas: tuple[Any, list[int]] | None = None  # how many ranks hold each parameter's shard
         self.inverse = InverseScale()
         self.written = False  # whether the last pass began to write the gradients
-        self._dtensors = {i: each for i, each in enumerate(self.parameters) if gradients.is_dtensor(each)}
-        self._first_spec = self._spec_of_first()
+        self.dtensors = {i: each for i, each in enumerate(self.parameters) if gradients.is_dtensor(each)}
+        self.first_spec = self.spec_of_first()
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
         # One for each gradient's form. Gradients of one form share it, so that its memory stays in the caches.
         self._guards: list[Guard] = [unknown] * len(self.parameters)
         self._guards_by_form: dict[Any, Guard] = {}
         self._build_layouts([_expected_form(parameter) for parameter in self.parameters])
-
-    def matches(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether `parameters` are this plan's, and the first tensor and the first DTensor are where they were.
-
-        `model.to` moves or swaps all of them in place.
-        """
-        return (
-            len(parameters) == len(self.parameters)
-            and all(map(is_, self.parameters, parameters))
-            and (not parameters or parameters[0].device == self._first_device)
-            and (not self._dtensors or self._spec_of_first() == self._first_spec)
-        )
 
     def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> list[Batch]:
         """Return this step's gradients as batches, detached and accepted by `gradients.check_gradient`.
@@ -121,7 +120,7 @@ class GradPlan:
         gradient would not join. With `summed` every unreduced gradient is replaced by its sum, even so.
         """
         grads: list[Tensor | None] = list(map(_grad_of, self.parameters))
-        local = self._known_shards(grads) if self._dtensors else grads
+        local = self._known_shards(grads) if self.dtensors else grads
         here: list[bool] | None = None  # which are not missing; None: all
         known = bool(local) and (allow_fp16 or not self._has_fp16)
         if known and not all(map(call, self._guards, local)):
@@ -204,7 +203,7 @@ class GradPlan:
     def _localise(self, grads: list[Tensor | None]) -> dict[int, Tensor]:
         """Replace DTensors by their local shards; return the tensors to be checked for Partial ones, by parameter."""
         partials = {}
-        for index in self._dtensors:
+        for index in self.dtensors:
             grad = grads[index]
             if grad is None:
                 continue
@@ -223,9 +222,9 @@ class GradPlan:
                 self.grad_shards[index] = shards
         return partials
 
-    def _spec_of_first(self) -> Any:
+    def spec_of_first(self) -> Any:
         """Return the DTensorSpec of the first parameter that is a DTensor; None if there is none, or no such name."""
-        return getattr(next(iter(self._dtensors.values()), None), gradients.SPEC, None)
+        return getattr(next(iter(self.dtensors.values()), None), gradients.SPEC, None)
 
     def _build_layouts(self, forms: list[_Form | None]) -> None:
         """Build a layout for each LayoutKey, with a slot for each form; change nothing if this raises."""
@@ -233,7 +232,7 @@ class GradPlan:
         slots = [(index, form.key, form.numel) for index, form in enumerate(forms) if form is not None]
         self.layouts: list[Layout] = _layouts_of(slots)
         self.devices = [device for device in devices if device.type != "meta"]  # each needs a flag, which can be read
-        self._first_device = next(iter(devices), None)
+        self.first_device = next(iter(devices), None)
         self._forms = forms
         self._rows = [(layout, _row(layout.positions)) for layout in self.layouts]
         self._has_fp16 = any(layout.key.dtype is torch.float16 for layout in self.layouts)

@@ -57,7 +57,7 @@ class Marks:
 
         The layouts of sparse and Partial gradients are made anew in each step, so their marks are lost.
         """
-        device = layout.key.device
+        device = layout.device
         if device != home:  # kernels cannot read another GPU's memory
             self._unmarked.add(f"gradients on {device}, where the scale is not")
             return
@@ -97,7 +97,7 @@ class Marks:
     def not_covered(self) -> Iterator[str]:
         """Describe the gradients that were checked without marks."""
         for layout in self.plan.layouts:
-            device = layout.key.device
+            device = layout.device
             if "torch" in (layout.backend, layout.clips) and (device.type != "cpu" or not layout.key.plain):
                 yield f"gradients on {device} that torch's own op serves"
         yield from self._unmarked

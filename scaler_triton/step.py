@@ -11,6 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,21 +30,22 @@ _FLAGS = "found_inf_per_device"
 
 
 class Phase(Enum):
-    """What is known of an optimizer's gradients."""
+    """What is known of an optimizer's gradients; the `stage` is torch's, which other code reads."""
 
-    READY = "gradients are scaled; if there is a flag, ranks agreed on it"
-    UNSCALED = "ranks agreed on the flag; gradients are divided, perhaps clipped"
-    CARRIED = "gradients were divided before the last update, but not stepped; ends when the next loss is scaled"
-    FAILED = "an error left gradients half written: this step will be skipped"
-    STEPPED = "stepped or skipped"
+    READY = OptState.READY, "gradients are scaled; if there is a flag, ranks agreed on it"
+    UNSCALED = OptState.UNSCALED, "ranks agreed on the flag; gradients are divided, perhaps clipped"
+    CARRIED = OptState.READY, "divided before the last update, but not stepped; ends when the next loss is scaled"
+    FAILED = OptState.UNSCALED, "an error left gradients half written: this step will be skipped"
+    STEPPED = OptState.STEPPED, "stepped or skipped"
+
+    def __init__(self, stage: OptState, meaning: str) -> None:
+        self.stage = stage
 
 
 # Looking up an enum's member takes 50 ns, a global 4.
 READY, UNSCALED, CARRIED, FAILED, STEPPED = Phase
 READY_STAGE, UNSCALED_STAGE, STEPPED_STAGE = OptState
 _PHASES = {READY_STAGE: READY, UNSCALED_STAGE: UNSCALED, STEPPED_STAGE: STEPPED}
-_STAGES = {phase: stage for stage, phase in _PHASES.items()}
-_STAGES |= {CARRIED: READY_STAGE, FAILED: UNSCALED_STAGE}
 
 
 def _nobody() -> None:
@@ -73,11 +75,11 @@ class OptimizerStep(dict[str, Any]):
 
     __slots__ = (
         "captured", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome", "owner",
-        "phase", "plan", "raised", "reader", "running", "stage", "stale", "takes_scaler", "window",
+        "phase", "plan", "raised", "reader", "running", "stale", "takes_scaler", "window",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self["stage"] = self.stage = READY_STAGE  # the one that the phase implies
+        self["stage"] = READY_STAGE
         self[_FLAGS] = {}
         self.phase = READY
         self.owner: Callable[[], Any] = _nobody  # returns the innermost optimizer, None once it is freed
@@ -104,7 +106,7 @@ class OptimizerStep(dict[str, Any]):
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
-        self["stage"] = self.stage = _STAGES[phase]
+        self["stage"] = phase.stage
 
     def require_unscalable(self, hint: str = "", *, again: bool = False) -> None:
         """Raise torch's errors for a wrong order of calls; with `again`, UNSCALED and FAILED gradients are accepted."""
@@ -130,7 +132,7 @@ class OptimizerStep(dict[str, Any]):
         if divided:
             self.raised = self.stale = False
             self.phase = UNSCALED
-            self["stage"] = self.stage = UNSCALED_STAGE
+            self["stage"] = UNSCALED_STAGE
             is_read_later = not (by_step or self.captured)
             if is_read_later and not getattr(self.owner(), "_step_supports_amp_scaling", False):
                 flag.start_copy()
@@ -172,19 +174,19 @@ class OptimizerStep(dict[str, Any]):
             self.reset()
             return
         self.phase = STEPPED
-        self["stage"] = self.stage = STEPPED_STAGE
+        self["stage"] = STEPPED_STAGE
 
     def reset(self) -> None:
         """Begin the next step: its gradients are scaled and have not been checked."""
         self.phase = READY
-        self["stage"] = self.stage = READY_STAGE
+        self["stage"] = READY_STAGE
         self[_FLAGS] = {}
         self.earlier, self.kept = [], {}
         self.reader, self.raised, self.stale, self.clipped, self.running = None, False, False, False, False
 
     def adopt(self) -> None:
         """Follow a stage that other code has written."""
-        self.phase, self.stage = _PHASES.get(self["stage"], READY), self["stage"]
+        self.phase = _PHASES.get(self["stage"], READY)
         self.raised = False
 
     def own_flag(self, exposed: bool) -> Flag | None:
@@ -217,14 +219,12 @@ class Steps(dict[Any, Any]):
         if self.scaled:
             self.loss_scaled()
         step = self.get(id(optimizer))
-        if type(step) is OptimizerStep:
+        if type(step) is OptimizerStep and step["stage"] is step.phase.stage:
+            owner = step.owner()
+            if owner is optimizer:
+                return step
             handle = step.handles.get(id(optimizer))
-            if (
-                handle is not None
-                and handle() is optimizer
-                and step["stage"] is step.stage
-                and (handle is step.owner or step.owner() is unwrap(optimizer))  # a wrapper may have got another one
-            ):
+            if handle is not None and handle() is optimizer and owner is unwrap(optimizer):  # it may wrap another now
                 return step
         return self._find_or_make(optimizer)
 
@@ -237,13 +237,22 @@ class Steps(dict[Any, Any]):
         return None
 
     def plan(self, step: OptimizerStep, optimizer: Any) -> GradPlan:
-        """Return the plan of the optimizer's gradients, a new one if its parameters changed."""
+        """Return the plan of the optimizer's gradients, a new one if its parameters changed.
+
+        `model.to` moves or swaps all of them in place: then the first one, or the first DTensor, is elsewhere.
+        """
         groups, plan = optimizer.param_groups, step.plan
         if type(groups) is list and len(groups) == 1:
             parameters = groups[0]["params"]
         else:
             parameters = [each for group in groups for each in group["params"]]
-        if plan is None or not plan.matches(parameters):
+        if (
+            plan is None
+            or len(parameters) != len(plan.parameters)
+            or not all(map(is_, parameters, plan.parameters))
+            or (parameters and parameters[0].device != plan.first_device)
+            or (plan.dtensors and plan.spec_of_first() != plan.first_spec)
+        ):
             plan = step.plan = GradPlan(parameters, self.requested, measures=self.measures)
             plan.marks = Marks(plan, self.counters)
         return plan
@@ -255,7 +264,7 @@ class Steps(dict[Any, Any]):
     def loss_scaled(self) -> None:
         """Make a step READY that is CARRIED, or was divided when `step` raised; other divided ones become stale."""
         for step in self.all():
-            if step["stage"] is not step.stage:
+            if step["stage"] is not step.phase.stage:
                 step.adopt()
             if step.phase is CARRIED:
                 flags = step[_FLAGS]  # a caller has checked the gradients since the update
@@ -287,14 +296,16 @@ class Steps(dict[Any, Any]):
         for key, step in [*self.items()]:
             if type(step) is not OptimizerStep or step.owner() is None:
                 del self[key]  # other code has put it here, or its optimizer is freed
-                continue
-            phase, kept = step.phase, step.kept
-            step.reset()
-            # A replay may write new gradients without a call of `scale`.
-            if phase is CARRIED or (kept and phase in (UNSCALED, FAILED) and (captured or not self.replayed)):
-                step.kept = kept
-                step._enter(CARRIED)
-                self.unfinished = True
+            elif step.phase is STEPPED:
+                step.reset()
+            else:
+                phase, kept = step.phase, step.kept
+                step.reset()
+                # A replay may write new gradients without a call of `scale`.
+                if phase is CARRIED or (kept and phase in (UNSCALED, FAILED) and (captured or not self.replayed)):
+                    step.kept = kept
+                    step._enter(CARRIED)
+                    self.unfinished = True
 
     def replaced_by(self, states: Mapping[Any, Any]) -> Steps:
         """Return the registry for assigned `states`: `states` itself if it is one; this one stays as it is.
@@ -353,7 +364,7 @@ class Steps(dict[Any, Any]):
             if given is not step and _has_no_owner(given) and id(optimizer) in step.handles:
                 step.update(given)  # a framework has put another state there to reset it
             self._add_handle(step, optimizer)
-        if step["stage"] is not step.stage:
+        if step["stage"] is not step.phase.stage:
             step.adopt()
         return step
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import policy
-from scaler_triton.check import begin_anew, fail_early, methods_of
+from scaler_triton.check import METHODS, begin_anew, fail_early
 from scaler_triton.dispatch import skip_tracing
 from scaler_triton.grad_scaler import GradScaler, Outputs
 from scaler_triton.policy import KEY, WINDOWS
@@ -146,5 +146,5 @@ class StepGuard(GradScaler):
         return self._scale, self._growth_tracker
 
 
-methods_of(StepGuard, "unscale_")
+METHODS.add(StepGuard.unscale_)
 skip_tracing(StepGuard)

@@ -159,6 +159,8 @@ def host_memory(tensor: Tensor) -> memoryview[Any]:
 class InverseScale:
     """Computes the inverse of a scale; on the CPU in Python, into one tensor that is reused from step to step."""
 
+    __slots__ = ("_kept", "enlarges")
+
     def __init__(self) -> None:
         self._kept: tuple[Tensor, memoryview[float]] | None = None
         self.enlarges = False  # whether the last inverse on the CPU was larger than 1
@@ -166,7 +168,7 @@ class InverseScale:
     def of(self, scale: Tensor) -> Tensor:
         """Return `inverse(scale)` of a scale of one element; the next call overwrites it."""
         value = scale.item() if scale.is_cpu and type(scale) is Tensor else 0.0  # fake tensors cannot be read
-        self.enlarges = -1.0 < value < 1.0
+        self.enlarges = abs(value) < 1.0
         if value == 0.0:  # Python cannot divide by it
             return inverse(scale)
         if self._kept is None:

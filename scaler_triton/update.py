@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from scaler_triton.dispatch import choose_for_scale, kernels, stream_of, sync_allowed
 from scaler_triton.flag import FlagRows, HostCopy, OnDevice, any_flag
 from scaler_triton.kernels import abi
+from scaler_triton.kernels.abi import MAX_TRACKER, STREAK, UPDATES
 from scaler_triton.policy import NO_LIMITS, Limits, no_counters
 from scaler_triton.text import count_of
 from scaler_triton.torch_ops import host_memory
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from scaler_triton.headroom import HeadroomRule
 
 _ROUNDS_TO_INF = 2.0**128 - 2.0**103  # the smallest double that fp32 rounds to infinity
+
+# Tells autograd of writes to the tensors of a tuple; this is what torch's Python calls.
+increment_version: Any = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
 
 Numbers = tuple[float, float, int]  # growth_factor, backoff_factor, growth_interval
 
@@ -142,6 +145,11 @@ class DevicePolicy(OnDevice):
 class Home:
     """How a scale and its tracker are updated: by a kernel, by Python (`on_host`) or by torch's ops."""
 
+    __slots__ = (
+        "address", "by_kernel", "counted", "counters", "device", "growth_tracker", "launch", "on_host", "policy",
+        "rows", "scale", "stream", "tracker",
+    )  # fmt: skip
+
     def __init__(self, scale: Any, growth_tracker: Any, ours: Ours) -> None:
         self.scale, self.growth_tracker, self.device = scale, growth_tracker, scale.device
         self.rows: FlagRows = ours.rows_on(scale.device)
@@ -218,7 +226,7 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         if step.reader is not None and step.reader != home.stream():  # a fused step, whose flag is going to be cleared
             torch.cuda.current_stream(home.device).wait_stream(kernels().launch.stream(home.device, step.reader))
     launch(scale, tracker, mask)
-    increment_version(scale)  # as torch's op does: a loss that was scaled before cannot be differentiated after it
+    increment_version((scale,))  # as torch's op does: a loss that was scaled before cannot be differentiated after it
     for flag in own if is_own else ():
         flag.saved, flag.cleared = True, not (captured or flag in home.rows.captured)
 
@@ -250,9 +258,9 @@ def check_streak(scaler: GradScaler) -> None:
     """Raise SkipStreakError if too many updates in a row were skipped."""
     ours, limit = scaler._ours, scaler._ours.limits.max_consecutive_skips
     seen = ours.lagging.push(ours.counters.on(scaler._scale.device))
-    if seen is not None and limit is not None and seen[abi.STREAK] > limit:
+    if seen is not None and limit is not None and seen[STREAK] > limit:
         raise SkipStreakError(
-            f"{count_of(seen[abi.STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit}; "
+            f"{count_of(seen[STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit}; "
             f"{LaggingCounters.LAG} updates later the scale is {scaler.get_scale()}. {ScalerStats.of(seen)}\n"
             f"{scaler.overflow_report()}"  # this rank's only: not all ranks may get here
         )
@@ -294,28 +302,28 @@ def update_on_host_(
     """
     growth_factor, backoff_factor, interval = numbers
     before = value = scale.item()
-    counters[abi.UPDATES] += 1
+    counters[UPDATES] += 1
     if found_inf:
         counters[abi.SKIPPED] += 1
-        counters[abi.STREAK] += 1
+        counters[STREAK] += 1
         counters[abi.STRIKES] += 1
-        counters[abi.LAST_SKIP] = counters[abi.UPDATES]
+        counters[abi.LAST_SKIP] = counters[UPDATES]
         tracker[0] = 0
         if counters[abi.STRIKES] >= limits.hysteresis:
             value = before * backoff_factor
     else:
-        counters[abi.STREAK] = 0
+        counters[STREAK] = 0
         good = tracker[0] + 1
         if good >= interval:
             tracker[0] = counters[abi.STRIKES] = 0
             if abs(before * growth_factor) < _ROUNDS_TO_INF:  # false of NaN
                 value = before * growth_factor
-        elif good <= abi.MAX_TRACKER:
+        elif good <= MAX_TRACKER:
             tracker[0] = good
     if not limits.min_scale <= value <= limits.max_scale:
         value = limits.clamp(value)
     if value == before:
-        increment_version(scale)  # as if the same value was written, which torch's op does
+        increment_version((scale,))  # as if the same value was written, which torch's op does
         return
     scale.fill_(value)
     after = scale.item()  # perhaps rounded back
@@ -343,8 +351,8 @@ def update_by_ops_(
     after = ruled.clone()
     growth, backoff, interval = numbers
     # torch grows at tracker + 1 == interval: capped, the tracker cannot be beyond.
-    tracker = growth_tracker.clamp(max=min(interval, abi.MAX_TRACKER) - 1)
-    reachable = interval if interval <= abi.MAX_TRACKER else 0  # CUDA's kernel would take it modulo 2^32
+    tracker = growth_tracker.clamp(max=min(interval, MAX_TRACKER) - 1)
+    reachable = interval if interval <= MAX_TRACKER else 0  # CUDA's kernel would take it modulo 2^32
     torch._amp_update_scale_(after, tracker, found_inf, growth, backoff, reachable)
     if limits.hysteresis > 1:
         spared = bad & (counters[abi.STRIKES] + 1 < limits.hysteresis)
@@ -386,7 +394,7 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numb
         policy, counters = _kept_policy(scale.device, numbers)
         launch = kernels().update_scale.bind_update(found_inf, found_inf, policy, counters, clear=False)
         launch(scale, growth_tracker, 1)
-        increment_version(scale)
+        increment_version((scale,))
     elif scale.is_cpu and type(scale) is Tensor:
         memory = host_memory(growth_tracker.view(-1))
         update_on_host_(scale, memory, found_inf.item() != 0, numbers, NO_LIMITS, no_counters())

@@ -277,7 +277,7 @@ def strict_names(base: Any) -> Any:
 
 
 # Private names that ours has, and what its parts are called.
-PARTS = {*vars(GradScaler), *vars(check.Ours(False)), *step.Steps.__slots__, *step.OptimizerStep.__slots__}
+PARTS = {*vars(GradScaler), *check.Ours.__slots__, *step.Steps.__slots__, *step.OptimizerStep.__slots__}
 NAMES = sorted({f"_{name.strip('_')}" for name in PARTS} - {"_ours", *dir(torch.amp.GradScaler("cpu"))})
 
 

@@ -148,7 +148,7 @@ def marked(device: torch.device) -> tuple[Marks, Any, GradPlan]:
     """Return marks, a layout of gradients on `device`, and the plan that holds it, which the caller keeps alive."""
     plan = GradPlan(parameters([torch.ones(3), torch.ones(3)], "cpu"), "torch")
     (layout,) = plan.layouts
-    layout.key = layout.key._replace(device=device)
+    layout.device = device
     return Marks(plan, Counters()), layout, plan
 
 

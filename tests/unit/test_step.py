@@ -16,8 +16,8 @@ import torch
 from helpers import grads, sgd, started, values
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from scaler_triton import GradScaler, passes, ranks
-from scaler_triton.step import _STAGES, Phase, unwrap
+from scaler_triton import GradScaler, passes, ranks, torch_ops
+from scaler_triton.step import Phase, unwrap
 
 CPU = torch.device("cpu")
 SCALE = 4.0
@@ -111,7 +111,7 @@ def call(
     method: str, *given: Any, fails: str = "", after: bool = False, error: type[BaseException] = MemoryError
 ) -> Event:
     """Return the event of a call to the scaler; a pass or a reduction may fail in it, even after doing its work."""
-    target = ranks.Ranks if fails == "maximum_" else passes
+    target: Any = {"maximum_": ranks.Ranks, "unscale_": torch_ops}.get(fails, passes)
     real = getattr(target, fails, None)
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -174,14 +174,14 @@ EVENTS: dict[str, Event] = {
     "update": lambda scaler, _: scaler.update(),
     "_check_inf_per_device": call("_check_inf_per_device"),
     "unscale_ fails": call("unscale_", fails="check"),
-    "unscale_ fails after writes": call("unscale_", fails="unscale_batch_", after=True),
+    "unscale_ fails after writes": call("unscale_", fails="unscale_", after=True),
     "unscale_ interrupted": call("unscale_", fails="check", error=KeyboardInterrupt),
-    "... after writes": call("unscale_", fails="unscale_batch_", after=True, error=KeyboardInterrupt),
+    "... after writes": call("unscale_", fails="unscale_", after=True, error=KeyboardInterrupt),
     "clip fails": call("clip_grad_norm_", 1e6, fails="norm_batch"),
     "clip fails after writes": call("clip_grad_norm_", 1e6, fails="clip_batch_", after=True),
     "_check_inf_per_device fails": call("_check_inf_per_device", fails="check"),
     "step fails to check": call("step", fails="check"),
-    "step fails after writes": call("step", fails="unscale_batch_", after=True),
+    "step fails after writes": call("step", fails="unscale_", after=True),
     "check fails": call("_check_inf_per_device", fails="check"),
     "reduction fails": call("unscale_", fails="maximum_"),
     "it is interrupted": call("unscale_", fails="maximum_", error=KeyboardInterrupt),
@@ -211,7 +211,7 @@ def bring_to(phase: str, scaler: Any, optimizer: Any) -> None:
             scaler.update()
     elif phase == "FAILED":
         with suppress(MemoryError):
-            call("unscale_", fails="unscale_batch_", after=True)(scaler, optimizer)
+            call("unscale_", fails="unscale_", after=True)(scaler, optimizer)
     elif phase == "STEPPED":
         scaler.step(optimizer)
 
@@ -269,7 +269,7 @@ def test_the_phase_is_that_of_the_table_and_the_next_batch_steps(
         assert raised == ("!" if "!" in cell else "")
         assert phase_of(scaler, optimizer) == expected.replace("SKIPPED", "STEPPED")
         assert grads(optimizer) == pytest.approx([float(*others or [8 if expected in ("READY", "CHECKED") else 2])])
-    assert step["stage"] is _STAGES[step.phase]
+    assert step["stage"] is step.phase.stage
     has_stepped = phase == "STEPPED" or (expected == "STEPPED" and "others" not in event)
     before = -1.0 if has_stepped else 0.0
     assert values(optimizer) == [before]
@@ -337,7 +337,7 @@ def test_a_loss_that_is_scaled_while_the_optimizer_steps_ends_nothing(fused: boo
 
 def test_a_second_try_that_fails_after_writes_is_skipped_whatever_is_scaled() -> None:
     scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
-    for fails in (call("step", fails="check"), call("unscale_", fails="unscale_batch_", after=True)):
+    for fails in (call("step", fails="check"), call("unscale_", fails="unscale_", after=True)):
         with pytest.raises(MemoryError):
             fails(scaler, optimizer)
     scale(scaler)
@@ -348,7 +348,7 @@ def test_a_second_try_that_fails_after_writes_is_skipped_whatever_is_scaled() ->
 @pytest.mark.parametrize("method", ["unscale_", "clip_grad_norm_"])
 def test_a_loop_may_drop_a_batch_whose_check_failed_after_writes(method: str) -> None:
     scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
-    given, fails = ((), "unscale_batch_") if method == "unscale_" else ((100.0,), "clip_batch_")
+    given, fails = ((), "unscale_") if method == "unscale_" else ((100.0,), "clip_batch_")
     with pytest.raises(MemoryError):
         call(method, *given, fails=fails, after=True)(scaler, optimizer)
     scale(scaler)
