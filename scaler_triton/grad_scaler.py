@@ -674,19 +674,5 @@ class GradScaler(torch.amp.GradScaler):
         return clone
 
 
-def unscale_once(scaler: GradScaler, optimizer: Any) -> None:
-    """Call `unscale_` unless the gradients were unscaled in this step, or before the last update."""
-    if scaler._enabled and not is_unscaled(scaler, optimizer):
-        scaler.unscale_(optimizer)
-
-
-def is_unscaled(scaler: GradScaler, optimizer: Any) -> bool:
-    """Return whether the gradients were unscaled, by a guard checked, in this step or before the last update."""
-    step = scaler._ours.steps.open(optimizer)
-    if step.phase is CARRIED:
-        resume(scaler, step, optimizer)
-    return step.phase in (UNSCALED, FAILED)
-
-
 METHODS.update((GradScaler.unscale_, GradScaler._unscale_grads_, GradScaler._check_inf_per_device))
 skip_tracing(GradScaler)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import scaler_triton
 from scaler_triton import GradScaler, StepGuard
-from scaler_triton.grad_scaler import is_unscaled, unscale_once
 from scaler_triton.integrations import versions
-from scaler_triton.integrations.backwards import Unscaled, parameters_of
+from scaler_triton.integrations.unscaled import Unscaled, is_unscaled, unscale_once
+from scaler_triton.step import parameters_of
 
 _ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 _HINTS = {  # for an accelerator of that mixed_precision

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import scaler_triton
-from scaler_triton import GradScaler, StepGuard, grad_scaler
+from scaler_triton import GradScaler, StepGuard
 from scaler_triton.integrations import versions
-from scaler_triton.integrations.backwards import Unscaled
+from scaler_triton.integrations.unscaled import Unscaled, is_unscaled, unscale_once
 
 # Where a Trainer or a Fabric comes from -> its package on PyPI, and where its plugins are.
 _SOURCES = {
@@ -169,7 +169,7 @@ class _TrainerPlugin(_Plugin):
         no_backward = result is None and model.automatic_optimization
         is_guard = isinstance(self.scaler, StepGuard)  # hooks need not wait for it: it checks when it clips, or steps
         if not (no_backward or is_guard):
-            grad_scaler.unscale_once(self.scaler, optimizer)
+            unscale_once(self.scaler, optimizer)
         self._no_backward = no_backward
         try:
             self._after_closure(model, optimizer)  # type: ignore[attr-defined]
@@ -189,7 +189,7 @@ class _TrainerPlugin(_Plugin):
             return
         by_norm = gradient_clip_algorithm == "norm"
         if not (by_norm and isinstance(self.scaler, StepGuard)):
-            grad_scaler.unscale_once(self.scaler, optimizer)
+            unscale_once(self.scaler, optimizer)
         if by_norm:
             self.clip_grad_by_norm(optimizer, clip_val)
         else:
@@ -198,7 +198,7 @@ class _TrainerPlugin(_Plugin):
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the norm of the whole model, however it is sharded."""
         # A scaler has unscaled them already, for hooks to see them unscaled: with `parameters` they are only clipped.
-        unscaled = grad_scaler.is_unscaled(self.scaler, optimizer)
+        unscaled = is_unscaled(self.scaler, optimizer)
         parameters = self.main_params(optimizer) if unscaled else None  # type: ignore[attr-defined]
         self.scaler.clip_grad_norm_(optimizer, clip_val, model=self._clip_model, parameters=parameters)
 
@@ -208,7 +208,7 @@ class _FabricPlugin(_Plugin):
 
     def unscale_gradients(self, optimizer: Any) -> None:
         """Unscale once per step, a fused optimizer's gradients, too."""
-        grad_scaler.unscale_once(self.scaler, optimizer)
+        unscale_once(self.scaler, optimizer)
 
 
 def _plugin_class(framework: type, name: str, *, guarded: bool = False) -> Any:

@@ -260,9 +260,6 @@ def test_a_wait_that_is_made_once_is_not_reported(fails: bool, monkeypatch: Any)
     assert modes == [0, 2]
 
 
-# Callers
-
-
 def test_a_package_with_a_like_name_is_outside_this_one() -> None:
     scope: dict[str, Any] = {"__name__": "scaler_tritonlike"}
     exec("def level(of):\n    return of()", scope)

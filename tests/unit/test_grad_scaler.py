@@ -14,7 +14,8 @@ import torch
 from helpers import PLACES, Place, sgd, started, update, values
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, check, grad_scaler, step
+from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, check, step
+from scaler_triton.integrations.unscaled import unscale_once
 from scaler_triton.policy import KEY, NO_LIMITS, Limits
 
 EACH = pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
@@ -141,7 +142,7 @@ def test_unscale_once_unscales_once_in_a_step_and_across_an_update() -> None:
     for between in (None, scaler.update, None):
         if between:
             between()
-        grad_scaler.unscale_once(scaler, optimizer)
+        unscale_once(scaler, optimizer)
         assert optimizer.param_groups[0]["params"][0].grad.tolist() == [2.0]
     scaler.step(optimizer)
     assert values(optimizer) == [-1.0]

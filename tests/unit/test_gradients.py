@@ -157,9 +157,6 @@ def test_a_sharded_scaler_takes_sparse_fp16(place: Place, gradient: Any, want: l
     assert flags(scaler, optimizer) == [flag]
 
 
-# Gradients that are part of a graph
-
-
 @PLACES
 @pytest.mark.parametrize("leaf", [False, True])
 def test_no_graph_records_the_division(leaf: bool, place: Place) -> None:
@@ -180,9 +177,6 @@ def test_no_graph_records_the_division(leaf: bool, place: Place) -> None:
             assert_same(grad.detach(), want)
         scaler.step(optimizer)
         scaler.update()
-
-
-# Layout
 
 
 @pytest.mark.parametrize(

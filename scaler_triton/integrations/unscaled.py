@@ -1,4 +1,4 @@
-"""Refuses a backward between unscaling and the step, which would add scaled gradients to unscaled ones."""
+"""Gradients between unscaling and the step: unscaled once, and no backward may add scaled ones to them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ from typing import Any
 
 from torch import Tensor
 
+from scaler_triton.check import resume
+from scaler_triton.step import CARRIED, FAILED, UNSCALED, parameters_of
 
-def parameters_of(optimizer: Any) -> list[Tensor]:
-    """Return the parameters of an optimizer or of a wrapper around one, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+def unscale_once(scaler: Any, optimizer: Any) -> None:
+    """Call `unscale_` unless the gradients were unscaled in this step, or before the last update."""
+    if scaler._enabled and not is_unscaled(scaler, optimizer):
+        scaler.unscale_(optimizer)
+
+
+def is_unscaled(scaler: Any, optimizer: Any) -> bool:
+    """Return whether the gradients were unscaled, by a guard checked, in this step or before the last update."""
+    step = scaler._ours.steps.open(optimizer)
+    if step.phase is CARRIED:
+        resume(scaler, step, optimizer)
+    return step.phase in (UNSCALED, FAILED)
 
 
 class Unscaled:
