@@ -1,4 +1,4 @@
-"""What is left of the package where triton or `torch.distributed` is missing, as on macOS and Windows."""
+"""What is left of the package where triton, `torch.distributed` or a name private to torch is missing."""
 
 import subprocess
 import sys
@@ -12,6 +12,9 @@ ROOT = Path(__file__).parents[2]
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
+import torch
+torch.autograd.graph.increment_version = torch._C._increment_version
+del torch._C._increment_version
 """
 
 # What a torch built with USE_DISTRIBUTED=0 lacks is taken out as its extension module is loaded.
@@ -65,11 +68,7 @@ steps(sharded)
 assert (sharded.get_scale(), sharded.stats().skipped) == (4.0, 1)
 """
 
-INFO = """
-from scaler_triton import cli
-cli.main(["info"])
-"""
-
+INFO = "from scaler_triton import cli; cli.main(['info'])"
 NAMES_WHAT_IS_MISSING = """
 assert not torch.distributed.is_available()
 try:
