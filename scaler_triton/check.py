@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
 
 # Functions of ours that subclasses and objects may replace: a method's `__func__` is then none of these.
-METHODS: set[Any] = set()
+OUR_METHODS: set[Any] = set()
 Report = Callable[[], None]  # joins the reductions in which the other ranks wait, after an error
 
 
@@ -110,7 +110,7 @@ def check(
             part = Part(optimizer, step, plan, replicas_in(plan, together, None, guess=True))
             totals = measure(scaler, [part], together)
             flag, flags = part.flag, part.flags
-        elif getattr(scaler._unscale_grads_, "__func__", None) not in METHODS:
+        elif getattr(scaler._unscale_grads_, "__func__", None) not in OUR_METHODS:
             flag, plan.written = new_flag(scaler, step), divide  # it may check gradients that are not in the plan
             factor = inverse(scale) if divide else torch.ones_like(flag.found_inf)
             flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, ours.allow_fp16 or not divide)

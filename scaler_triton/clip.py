@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from scaler_triton import gradients, passes, policy, torch_ops
 from scaler_triton.check import (
-    METHODS,
+    OUR_METHODS,
     Part,
     agree_on_norm,
     begin_anew,
@@ -88,7 +88,7 @@ def clip_grad_norm_(
         bound, order = policy.check_max_norm(max_norm), policy.check_norm_type(norm_type, positive=True)
         if not isinstance(model, nn.Module | None):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
-        is_ours = {getattr(each, "__func__", None) for each in (scaler.unscale_, scaler._unscale_grads_)} <= METHODS
+        is_ours = {getattr(each, "__func__", None) for each in (scaler.unscale_, scaler._unscale_grads_)} <= OUR_METHODS
         at_once = chosen is None and order == 2.0 and is_ours
         request = Request(bound, order, error_if_nonfinite, chosen, at_once)
         if scaler._enabled:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from scaler_triton.check import METHODS, check, ranks_of, step_failed
+from scaler_triton.check import OUR_METHODS, check, ranks_of, step_failed
 from scaler_triton.dispatch import is_captured, stacklevel, stream_of
 from scaler_triton.flag import any_flag
 from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep
@@ -36,7 +36,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     if step.takes_scaler:
         return _step_by_argument(scaler, step, optimizer, args, kwargs)
     if step.phase is not UNSCALED:
-        if getattr(scaler._check_inf_per_device, "__func__", None) not in METHODS:
+        if getattr(scaler._check_inf_per_device, "__func__", None) not in OUR_METHODS:
             scaler._check_inf_per_device(optimizer)
         else:  # a guard's gradients are unscaled: the optimizer need not divide them by 1
             check(scaler, step, optimizer, divide=scaler._ours.guard is not None, by_step=True)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.cuda.amp import common
 
 from scaler_triton import clip, fused, passes, policy, ranks, report, update
-from scaler_triton.check import METHODS, Ours, check, require_scale, resume
+from scaler_triton.check import OUR_METHODS, Ours, check, require_scale, resume
 from scaler_triton.dispatch import check_backend, is_capturing, refuse_capture, skip_tracing, stacklevel
 from scaler_triton.flag import Flag, Flags, any_flag
 from scaler_triton.headroom import Headroom, HeadroomRule
@@ -284,7 +284,7 @@ class GradScaler(torch.amp.GradScaler):
                 result = fused.step_fused(self, step, optimizer, args, kwargs)
             else:
                 if step.phase is not UNSCALED:
-                    if getattr(self.unscale_, "__func__", None) not in METHODS:
+                    if getattr(self.unscale_, "__func__", None) not in OUR_METHODS:  # it was replaced
                         self.unscale_(optimizer)
                     else:
                         check(self, step, optimizer, divide=True, by_step=True)
@@ -674,5 +674,5 @@ class GradScaler(torch.amp.GradScaler):
         return clone
 
 
-METHODS.update((GradScaler.unscale_, GradScaler._unscale_grads_, GradScaler._check_inf_per_device))
+OUR_METHODS.update((GradScaler.unscale_, GradScaler._unscale_grads_, GradScaler._check_inf_per_device))
 skip_tracing(GradScaler)

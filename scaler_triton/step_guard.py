@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton import policy
-from scaler_triton.check import METHODS, begin_anew, fail_early
+from scaler_triton.check import OUR_METHODS, begin_anew, fail_early
 from scaler_triton.dispatch import skip_tracing
 from scaler_triton.grad_scaler import GradScaler, Outputs
 from scaler_triton.policy import KEY, WINDOWS
@@ -146,5 +146,5 @@ class StepGuard(GradScaler):
         return self._scale, self._growth_tracker
 
 
-METHODS.add(StepGuard.unscale_)
+OUR_METHODS.add(StepGuard.unscale_)
 skip_tracing(StepGuard)
