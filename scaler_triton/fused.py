@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import SGD
 
 from scaler_triton.check import OUR_METHODS, check, ranks_of, step_failed
 from scaler_triton.dispatch import is_captured, stacklevel, stream_of
@@ -47,7 +48,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     # Other code may have summed it over ranks.
     found_inf = any_flag(flags.values(), scale.device) if flag is None or exposed else flag.found_inf
     inner = step.owner()
-    if isinstance(inner, torch.optim.SGD) and _skip_would_corrupt(inner) and found_inf.item():
+    if isinstance(inner, SGD) and _skip_would_corrupt(inner) and found_inf.item():
         remove_scale(optimizer, inner)
         step.stepped(True)
         return None
@@ -99,7 +100,7 @@ def may_check(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
     return ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is None
 
 
-def _skip_would_corrupt(optimizer: torch.optim.SGD) -> bool:
+def _skip_would_corrupt(optimizer: SGD) -> bool:
     """Return whether a skipped fused step would corrupt later ones, as SGD's first one with momentum does.
 
     torch's fused SGD allocates momentum buffers without initialising them; the next step reads them after a skip.
