@@ -18,7 +18,8 @@ from torch import Tensor
 
 from scaler_triton.kernels.abi import LARGEST, SEEN, SMALLEST_NORMAL, SQUARES, SUBNORMAL, ZEROS
 
-_ROW = 2048
+_ROW, _BLOCK = 2048, 256  # elements of a row, rows of a block
+_SMALLEST = 2.0**-126  # normal number of fp32
 _LOW_SQUARE = 2.0**-120  # if the mean of the squares is below this, some of them may have become 0
 
 
@@ -75,11 +76,18 @@ def sum_of_squares(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequen
 
 def _sum_by_rows(tensors: Sequence[Tensor], weights: Sequence[float] | None) -> Tensor:
     short, rows, row_weights = [], [], []
+    wide: Tensor | None = None  # fits the cache, as what is converted at once does not
     for position, tensor in enumerate(tensors):
         numel, rest = tensor.numel(), tensor.numel() % _ROW
         if numel > rest:
             flat = tensor.reshape(-1)
-            rows.append(torch.linalg.vector_norm(flat[: numel - rest].view(-1, _ROW), dim=1, dtype=torch.float32))
+            whole = flat[: numel - rest].view(-1, _ROW)
+            if tensor.dtype is torch.float32:
+                rows.append(torch.linalg.vector_norm(whole, dim=1))
+            else:
+                wide = torch.empty(_BLOCK, _ROW, device="cpu") if wide is None else wide
+                for block in whole.split(_BLOCK):
+                    rows.append(torch.linalg.vector_norm(wide[: len(block)].copy_(block), dim=1))
             tensor = flat[numel - rest :]
             if weights is not None:
                 row_weights += [weights[position]] * (numel // _ROW)
@@ -119,21 +127,20 @@ def clip_(tensors: Sequence[Tensor], inv_scale: Tensor, coef: Tensor) -> None:
     """Multiply every gradient by `inv_scale`, then by `coef`; each product is rounded to the gradients' dtype.
 
     Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, then `torch._foreach_mul_` by `coef` in fp32 (for
-    fp64 gradients in fp64). A factor of 1 on the CPU, where asking does not wait, writes nothing.
+    fp64 gradients in fp64). On the CPU, where asking does not wait, a factor of 1 writes nothing, and an `inv_scale`
+    that is a power of 2 takes no pass of its own: rounding is the same unless the first product is subnormal.
     """
-    ignored = torch.zeros_like(inv_scale)
-    if not _is_one(inv_scale):
-        unscale_(tensors, inv_scale, ignored)
-    if _is_one(coef):
-        return
-    if tensors[0].dtype in (torch.float32, torch.float64):
-        torch._foreach_mul_(list(tensors), coef.reshape(()).to(tensors[0].dtype))
-    else:  # the same product: `_foreach_mul_` by a tensor of another dtype runs one op per gradient
-        unscale_(tensors, coef.to(torch.float32), ignored)
-
-
-def _is_one(factor: Tensor) -> bool:
-    return factor.is_cpu and type(factor) is Tensor and factor.item() == 1.0
+    factors, dtype = [inv_scale, coef], tensors[0].dtype
+    if inv_scale.is_cpu and type(inv_scale) is type(coef) is Tensor:
+        first, second = inv_scale.item(), coef.item()
+        if dtype is not torch.float16 and math.frexp(first)[0] == 0.5 and first * second >= _SMALLEST:
+            factors = [inv_scale * coef]
+        factors = [factor for factor in factors if factor.item() != 1.0]
+    for factor in factors:
+        if dtype in (torch.float32, torch.float64):
+            torch._foreach_mul_(list(tensors), factor.reshape(()).to(dtype))
+        else:  # the same product: `_foreach_mul_` by a tensor of another dtype runs one op per gradient
+            unscale_(tensors, factor.to(torch.float32), torch.zeros_like(inv_scale))
 
 
 def norm_of(totals: Tensor) -> Tensor:

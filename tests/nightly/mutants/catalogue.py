@@ -89,6 +89,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/torch_ops.py": [
         ("* _LOW_SQUARE <= total.item() < math.inf", "* _LOW_SQUARE <= total.item()"),
         ("largest = torch.where(size.isfinite(), size, 0.0).amax()", "largest = size.amax()", _HEADROOM),
+        ("if dtype is not torch.float16 and math", "if math"),
     ],
     "scaler_triton/headroom.py": [
         ("max(largest, row[LARGEST] / row[MEASURED_AT])", "max(largest, row[LARGEST])"),
@@ -105,7 +106,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        headroom.on(scale.device)[abi.CAP] = after.reshape(())\n", ""),
     ],
     "scaler_triton/fused.py": [
-        ("if isinstance(inner, torch.optim.SGD) and _skip_would_corrupt(inner) and found_inf.item():", "if False:"),
+        ("if isinstance(inner, SGD) and _skip_would_corrupt(inner) and found_inf.item():", "if False:"),
         ("        if own is not None:\n            inner.grad_scale = own\n", ""),
         ("known = step.phase is UNSCALED and (", "known = ("),
     ],
