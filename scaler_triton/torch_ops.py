@@ -86,7 +86,7 @@ def _sum_by_rows(tensors: Sequence[Tensor], weights: Sequence[float] | None) -> 
                 rows.append(torch.linalg.vector_norm(whole, dim=1))
             else:
                 wide = torch.empty(_BLOCK, _ROW, device="cpu") if wide is None else wide
-                for block in whole.split(_BLOCK):
+                for block in whole.split(_BLOCK):  # type: ignore[no-untyped-call]
                     rows.append(torch.linalg.vector_norm(wide[: len(block)].copy_(block), dim=1))
             tensor = flat[numel - rest :]
             if weights is not None:

@@ -155,17 +155,19 @@ class Home:
         self.rows: FlagRows = ours.rows_on(scale.device)
         self.by_kernel = choose_for_scale(scale, ours.steps.requested) == "triton"
         self.stream = stream_of(scale, ours.steps.requested)
-        self.counters = ours.counters.on(scale.device)
+        # Fake tensors cannot be read.
+        on_host = not self.by_kernel and scale.is_cpu and type(scale) is type(growth_tracker) is Tensor
+        self.on_host = on_host and ours.headroom is None
+        values = ours.counters.values
+        self.counters: Any = values if self.on_host and isinstance(values, list) else ours.counters.on(scale.device)
         if self.by_kernel:
             if self.device not in ours.policies:
                 ours.policies[self.device] = DevicePolicy(self.device)
             self.policy = ours.policies[self.device]
             self.launch = self._launch(ours)
-        # Fake tensors cannot be read.
-        on_host = not self.by_kernel and scale.is_cpu and type(scale) is type(growth_tracker) is Tensor
-        self.on_host = on_host and ours.headroom is None
         if self.on_host:
-            self.counted, self.tracker = host_memory(self.counters), host_memory(growth_tracker.view(-1))
+            self.counted = self.counters if isinstance(self.counters, list) else host_memory(self.counters)
+            self.tracker = host_memory(growth_tracker.view(-1))
             self.address = growth_tracker.data_ptr()  # of that memory, which users may replace
 
     def _launch(self, ours: Ours) -> Any:

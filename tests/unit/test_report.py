@@ -72,7 +72,7 @@ def test_the_last_skip_is_reported_and_survives_good_steps(place: Place, fused: 
     assert not any(table.bits.any() for layout in run.marks().plan.layouts for table in layout.tables.values())
     run.step(how, _0_bias=[math.inf])
     assert run.found() == [("0.bias", "Inf")]
-    run.scaler._ours.counters.values = run.scaler._ours.counters.values.clone()  # as where the scale has moved
+    run.scaler._ours.counters.values = run.scaler._ours.counters.values * 1  # as where the scale has moved
     for _ in range(3):
         run.step(how)
     bad = {"_1_weight": [math.nan, -math.inf], "_1_bias": [math.nan]}
