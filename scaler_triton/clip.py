@@ -95,6 +95,7 @@ def clip_grad_norm_(
             parts, ranks = _open(scaler, together, request, model)
             clip = _clip_at_once if at_once else _clip_by_passes
             norm, refused = clip(scaler, parts, ranks, request)
+            scaler._ours.steps.unfinished = True
             for part in parts:
                 part.step.clipped = True
         else:

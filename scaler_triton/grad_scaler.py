@@ -35,7 +35,7 @@ from scaler_triton.kernels.abi import MAX_SCALE, STATUS
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.report import Model, OverflowReport
 from scaler_triton.spikes import Guard
-from scaler_triton.step import CARRIED, FAILED, READY, UNSCALED, UNSCALED_STAGE, OptimizerStep, Steps
+from scaler_triton.step import CARRIED, FAILED, READY, UNSCALED, OptimizerStep, Steps
 from scaler_triton.update import LaggingCounters, ScalerStats
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
@@ -272,9 +272,11 @@ class GradScaler(torch.amp.GradScaler):
         if scale.is_cuda and not is_fused and is_capturing():
             raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
         step = steps.open(optimizer)
-        if step.phase is CARRIED:
-            resume(self, step, optimizer)
-        step.begin()
+        if step.phase is not READY:
+            if step.phase is CARRIED:
+                resume(self, step, optimizer)
+            step.require_steppable()
+        step.raised, step.fresh, step.running = False, False, True
         try:
             if step.phase is FAILED:
                 fused.remove_scale(optimizer, step.owner())
@@ -334,13 +336,12 @@ class GradScaler(torch.amp.GradScaler):
         ours, scale, tracker = self._ours, self._scale, self._growth_tracker
         if scale is None or tracker is None:
             self._check_scale_growth_tracker("update")  # raises torch's AssertionError
-        checked, unstepped = [], False
+        checked = []
         for state in [*ours.steps.values()]:  # a garbage collection may free an optimizer meanwhile
-            unstepped |= state["stage"] is UNSCALED_STAGE
             if state["found_inf_per_device"]:
                 checked.append(state)
         captured = scale.is_cuda and is_capturing()
-        if unstepped:
+        if ours.steps.unfinished:
             ours.steps.keep_unstepped(for_guard=ours.guard is not None)
         if new_scale is not None:
             update.set_scale(self, new_scale, checked)

@@ -117,12 +117,10 @@ class OptimizerStep(dict[str, Any]):
         if self.phase in (UNSCALED, FAILED) and not again:
             raise RuntimeError(f"unscale_() has already been called on this optimizer since the last update().{hint}")
 
-    def begin(self) -> None:
-        """Enter `step`, or raise torch's error if it was already called."""
+    def require_steppable(self) -> None:
+        """Raise torch's error if `step` was already called."""
         if self.phase is STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        self.raised = self.fresh = False
-        self.running = True
 
     def checked(self, flag: Flag, flags: Flags, *, divided: bool, by_step: bool = False) -> None:
         """Store the flag that the ranks agreed on after a check, which `divided` or only read; `by_step`: in `step`."""
@@ -274,6 +272,7 @@ class Steps(dict[Any, Any]):
                 step.reset()
             elif step.phase in (UNSCALED, FAILED):
                 step.stale = True
+                step.kept = {}
         self.unfinished = self.scaled = False
 
     def keep_unstepped(self, *, for_guard: bool = False) -> None:
@@ -282,13 +281,14 @@ class Steps(dict[Any, Any]):
         A guard, whose callers may leave `scale` out, carries only what was clipped, and nothing that raised. It carries
         what FAILED only if another step is over: else the failure may have ended the batch.
         """
-        copies = {UNSCALED: torch.clone, FAILED: torch.ones_like}
-        goes_on = any(step.phase is STEPPED for step in self.all())
-        for step in self.all():
-            if step.phase in copies:
+        steps = self.all()
+        for step in steps:
+            if step.phase in (UNSCALED, FAILED):
+                goes_on = any(each.phase is STEPPED for each in steps)
                 over = step.raised or not step.clipped or (step.phase is FAILED and not goes_on)
                 kept = {} if step.stale or (for_guard and over) else step[_FLAGS]
-                step.kept = {device: copies[step.phase](flag) for device, flag in kept.items()}
+                copy = torch.clone if step.phase is UNSCALED else torch.ones_like
+                step.kept = {device: copy(flag) for device, flag in kept.items()}
 
     def close(self, captured: bool) -> None:
         """End an update: each step becomes READY, or CARRIED if it was unscaled and not stepped."""
@@ -366,6 +366,7 @@ class Steps(dict[Any, Any]):
             self._add_handle(step, optimizer)
         if step["stage"] is not step.phase.stage:
             step.adopt()
+            self.unfinished = True
         return step
 
     def _add_handle(self, step: OptimizerStep, optimizer: Any, *, owns: bool = False) -> None:

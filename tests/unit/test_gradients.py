@@ -132,9 +132,6 @@ def test_one_gradient(make: Callable[[], Tensor], error: Any, text: str) -> None
         gradients.check_gradient(make(), "x")
 
 
-# Sparse fp16
-
-
 @PLACES
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from scaler_triton.step import Phase, unwrap
 
 CPU = torch.device("cpu")
 SCALE = 4.0
+BY_HAND = pytest.mark.parametrize(("method", "given"), [("unscale_", ()), ("clip_grad_norm_", (100.0,))])
 
 # The gradient is 8, the scale 4, the learning rate 0.5, the weight 0 or, after a step, -1. A cell is the phase after
 # the event, and the gradient if it is neither 8, as it came (READY and CHECKED), nor 2, divided (the others). CHECKED
@@ -345,12 +346,11 @@ def test_a_second_try_that_fails_after_writes_is_skipped_whatever_is_scaled() ->
     assert (values(optimizer), scaler.was_skipped(optimizer)) == ([0.0], True)
 
 
-@pytest.mark.parametrize("method", ["unscale_", "clip_grad_norm_"])
-def test_a_loop_may_drop_a_batch_whose_check_failed_after_writes(method: str) -> None:
+@BY_HAND
+def test_a_loop_may_drop_a_batch_whose_check_failed_after_writes(method: str, given: tuple[float, ...]) -> None:
     scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
-    given, fails = ((), "unscale_") if method == "unscale_" else ((100.0,), "clip_batch_")
     with pytest.raises(MemoryError):
-        call(method, *given, fails=fails, after=True)(scaler, optimizer)
+        call(method, *given, fails="clip_batch_" if given else "unscale_", after=True)(scaler, optimizer)
     scale(scaler)
     renew(optimizer)
     getattr(scaler, method)(optimizer, *given)
@@ -358,10 +358,12 @@ def test_a_loop_may_drop_a_batch_whose_check_failed_after_writes(method: str) ->
     assert values(optimizer) == [-1.0]
 
 
-def test_gradients_of_a_loss_scaled_between_check_and_update_are_divided() -> None:
-    """As where a first pass is only looked at, by `unscale_`, and its step left out."""
-    scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
-    scaler.unscale_(optimizer)
+@BY_HAND
+@pytest.mark.parametrize("before", ["READY", "CARRIED"])
+def test_gradients_of_a_loss_scaled_between_check_and_update_are_divided(method: str, given: Any, before: str) -> None:
+    """As where a first pass is only looked at, and its step left out."""
+    scaler, optimizer = begin("", before, None)
+    getattr(scaler, method)(optimizer, *given)
     scale(scaler)
     renew(optimizer)
     scaler.update()
