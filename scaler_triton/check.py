@@ -103,7 +103,7 @@ def check(
         if by_norm:
             open_window(scaler, step)
         plan = ours.steps.plan(step, optimizer)
-        plan.written, plan.marks.resumed = False, {}
+        plan.written = False
         if plan.is_distributed or ours.sharded or scaler.process_group is not None:
             together = ranks_of(scaler, plan)
         if by_norm:
@@ -174,7 +174,6 @@ def measure(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None) -> T
 def _measure_one(scaler: GradScaler, part: Part) -> list[Tensor]:
     """Check one optimizer's gradients, and return each batch's totals, each gradient divided by its replicas."""
     plan = part.plan
-    plan.marks.resumed = {}
     flag = part.flag = new_flag(scaler, part.step)
     part.batches = plan.collect(allow_fp16=scaler._ours.allow_fp16, summed=True)
     choose_backends(part.batches, plan.requested, clips=True)

@@ -46,7 +46,9 @@ class Marks:
     def __init__(self, plan: GradPlan, counters: Counters) -> None:
         self.plan: GradPlan = weakref.proxy(plan)  # it holds this: a cycle would keep parameters until a collection
         self.counters = counters
-        self.resumed: Flags = {}  # the flags of a step that was CARRIED, which the update before has counted, too
+        # The flags of the last step that was CARRIED, which the update before has counted, too, and its generation.
+        self._resumed: Flags = {}
+        self._resumed_at: Any = -1
         self._on_host: dict[int, dict[int, int]] = {}  # by generation: the kinds found on the CPU, by parameter
         self._source: Tensor | None = None  # the counters on the device
         self._generation: Any = None  # the skip count, a view of them: int32, one element
@@ -83,8 +85,20 @@ class Marks:
                 if kinds:
                     seen[position] = seen.get(position, 0) | kinds
 
+    def resume(self, flags: Flags) -> None:
+        """Record that a CARRIED step goes on with these flags."""
+        counters = self.counters.values
+        self._resumed = flags
+        self._resumed_at = counters[SKIPPED] if isinstance(counters, list) else counters[SKIPPED].clone()
+
     def of(self, generation: int) -> dict[int, int]:
         """Wait for the device, and return the kinds that made steps of this generation skip, by parameter."""
+        kinds = self._kept(generation)
+        if not kinds and self._resumed_at == generation and any(flag.item() for flag in self._resumed.values()):
+            kinds = self._kept(generation - 1)
+        return kinds
+
+    def _kept(self, generation: int) -> dict[int, int]:
         kinds = dict(self._on_host.get(generation, {}))
         for layout in self.plan.layouts:
             for each in layout.tables.values():
@@ -104,7 +118,7 @@ class Marks:
 
     def forget(self) -> None:
         """Clear all marks."""
-        self._on_host = {}
+        self._on_host, self._resumed_at = {}, -1
         for layout in self.plan.layouts:
             for each in layout.tables.values():
                 each.bits.zero_()
@@ -210,8 +224,6 @@ def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
     uncovered: set[str] = set()
     for number, plan in enumerate(step.plan for step in steps if step.plan is not None):
         kinds = plan.marks.of(generation)
-        if not kinds and any(flag.item() for flag in plan.marks.resumed.values()):
-            kinds = plan.marks.of(generation - 1)
         for index in sorted(kinds):
             parameter = plan.parameters[index]
             name = names.get(id(parameter), f"optimizer {number}, parameter {index}")

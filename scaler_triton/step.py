@@ -148,7 +148,7 @@ class OptimizerStep(dict[str, Any]):
             self.kept[device] = flag if kept is None else torch.maximum(kept, as_flag(flag, device))
         self[_FLAGS], self.kept = self.kept, {}
         if self.plan is not None:
-            self.plan.marks.resumed = self[_FLAGS]
+            self.plan.marks.resume(self[_FLAGS])
         self.flag = None  # the update may have cleared it
         self._enter(UNSCALED)
 
@@ -283,7 +283,7 @@ class Steps(dict[Any, Any]):
         """
         steps = self.all()
         for step in steps:
-            if step.phase in (UNSCALED, FAILED):
+            if step["stage"] is UNSCALED_STAGE and step.phase in (UNSCALED, FAILED):
                 goes_on = any(each.phase is STEPPED for each in steps)
                 over = step.raised or not step.clipped or (step.phase is FAILED and not goes_on)
                 kept = {} if step.stale or (for_guard and over) else step[_FLAGS]

@@ -28,6 +28,7 @@ indices = st.integers(0, 2)
 dtypes = st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16])
 all_dtypes = st.sampled_from(DTYPES)
 rarely = st.integers(0, 15).map(lambda number: number == 15)
+turns = st.tuples(st.booleans(), st.booleans(), st.booleans(), rarely)
 
 parameter_specs = st.builds(ParameterSpec, st.sampled_from(SHAPES), dtypes, rarely.map(lambda frozen: not frozen))
 

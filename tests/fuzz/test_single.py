@@ -187,11 +187,14 @@ class Programs(TwoWorlds):
             self.backward(index, gradients)
         self.step(index)
 
-    @rule(index=draw.indices, gradients=draw.backwards, loss=st.booleans(), anew=st.booleans(), looks=draw.rarely)
-    def step_after_update(self, index: int, gradients: list[GradientSpec], loss: bool, anew: bool, looks: bool) -> None:
-        """Unscale, but do not step before the update; perhaps another batch follows."""
+    @rule(index=draw.indices, gradients=draw.backwards, spec=st.none() | draw.clips, then=draw.turns)
+    def step_after_update(self, index: int, gradients: list[GradientSpec], spec: Any, then: tuple[bool, ...]) -> None:
+        """Unscale or clip, but do not step before the update; perhaps another batch comes, before it or after it."""
+        early, loss, anew, looks = then
         self.backward(index, gradients)
-        self.unscale(index)
+        self.unscale(index) if spec is None else self.clip(spec)
+        if early:
+            self.loss()
         self.update()
         if loss:
             self.loss()

@@ -218,7 +218,8 @@ def assert_same_worlds(ours: World, theirs: World) -> None:
 
 def _view(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what can be seen of an optimizer, and of what a scaler knows of it."""
-    known = getattr(scaler, "_per_optimizer_states", {})
+    ours = getattr(scaler, "_ours", None)  # torch's name for the states would tell ours that other code may write them
+    known = getattr(scaler, "_per_optimizer_states", {}) if ours is None else ours.steps
     state = known.get(id(optimizer), {})
     owner = getattr(state, "owner", None)
     if owner is not None and owner() is not optimizer:

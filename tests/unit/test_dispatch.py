@@ -197,9 +197,6 @@ def test_without_triton_auto_takes_torchs_ops(monkeypatch: Any) -> None:
         assert dispatch.choose(GPU, FP32, "auto") == "torch"
 
 
-# What is asked for
-
-
 @pytest.mark.parametrize("is_private", [True, False])
 def test_the_argument_beats_the_environment_which_beats_auto(is_private: bool, monkeypatch: Any) -> None:
     if not is_private:  # a Python whose `os.environ` is made otherwise

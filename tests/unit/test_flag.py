@@ -179,9 +179,6 @@ def test_last_is_what_an_update_has_saved_before_it_cleared_the_flag(saved: bool
     assert made.last() is saved
 
 
-# Ranks that compare by a MAX
-
-
 def agreed(mine: float, *others: list[float]) -> Flag:
     """Return the flag of this rank once it has agreed with others, of which each has a status."""
 

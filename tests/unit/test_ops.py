@@ -120,9 +120,6 @@ def test_nothing_has_the_norm_0_and_gradients_may_come_one_by_one(order: float) 
         assert ops.grad_norm(grads, norm_type=order).item() == 0.0  # type: ignore[arg-type]
 
 
-# The scale
-
-
 @PLACES
 def test_one_update(place: Place) -> None:
     for scale, tracker, found, want in (

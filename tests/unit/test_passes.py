@@ -55,9 +55,6 @@ def with_gaps(dtype: torch.dtype) -> Tensor:
     return randn(80, dtype, 9).view(8, 10)[:, ::3]
 
 
-# Unscale and check
-
-
 @PLACES
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_lies_between_the_elements_is_not_written(place: Place, dtype: torch.dtype) -> None:

@@ -314,9 +314,6 @@ def test_a_gpu_gathers_where_the_scale_is(served: str, home: str, where: str, mo
     assert used == [torch.device(where)]
 
 
-# Pickles
-
-
 def test_a_pickle_has_a_groups_ranks_which_must_be_set_again(world: Any) -> None:
     world(4)
     group = dist.new_group([0, 2])

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Place, parameters, places, started
+from helpers import Place, parameters, places, sgd, started
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -135,6 +135,20 @@ def test_sparse_gradients_are_marked_or_said_not_to_be(place: Place) -> None:
         assert [(each.name, each.kinds) for each in last.bad] == [("table", "Inf")]
     else:
         assert last.not_covered == (f"sparse and Partial gradients on {table.device}",)
+
+
+@PLACES
+def test_a_carried_step_is_named_for_the_skip_that_it_caused_and_no_later_one(place: Place) -> None:
+    scaler = started(GradScaler, place.device, backend=place.backend)
+    carried, other = (sgd([torch.tensor([math.inf])], place.device) for _ in range(2))
+    scaler.unscale_(carried)
+    scaler.update()
+    scaler._check_inf_per_device(carried)
+    scaler.step(carried)
+    scaler.update()
+    assert [each.name for each in scaler.overflow_report().bad] == ["optimizer 0, parameter 0"]
+    scaler.step(other)
+    assert [each.name for each in scaler.overflow_report().bad] == ["optimizer 1, parameter 0"]
 
 
 def test_the_host_keeps_a_few_generations() -> None:
