@@ -411,8 +411,6 @@ def test_a_gradient_may_be_sharded_in_another_way_than_its_parameter(way: str, r
         scaler._ours.steps.reset()
 
 
-# Launches
-
 LOOKS = {f"aten::{name}" for name in ("empty", "select", "slice", "view", "unsqueeze", "detach", "expand")}
 READ, WRITE = ["_sum_squares_kernel", "_finish_kernel"], ["_clip_kernel"]
 ADD, JOIN = ["aten::stack", "aten::sum"], ["aten::ne"] * 2  # two flags become one

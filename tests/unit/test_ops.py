@@ -132,8 +132,6 @@ def test_one_update(place: Place) -> None:
         assert tuple(each.item() for each in state) == want
 
 
-# Errors
-
 ON_META = torch.zeros((), device="meta")
 GOOD = {
     ops.unscale_: {"grads": [torch.ones(2)], "inv_scale": number(0.5), "found_inf": number(0.0)},

@@ -131,7 +131,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/report.py": [
         ("generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1", "generation = counters[SKIPPED]"),
         ("mark >> KIND_BITS == generation:", "True:", "gpu/capture"),
-        ("            kinds = plan.marks.of(generation - 1)\n", "            pass\n", "gpu/capture"),
+        ("            kinds = self._kept(generation - 1)\n", "            pass\n", "gpu/capture"),
     ],
     "scaler_triton/policy.py": [
     ],
