@@ -139,6 +139,7 @@ class GradPlan:
             present = tensors if here is None else list(compress(tensors, row(here)))
             if present:
                 batches.append(_new_batch((layout, tensors, present, False)))
+                known = known and layout.backend is not None  # all of it was missing at the choice, or that raised
         if not known:
             batches += others
             choose_backends(batches, self.requested, measures=self.measures)

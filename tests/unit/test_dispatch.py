@@ -143,28 +143,25 @@ def test_a_trial_that_ran_out_of_memory_decides_nothing(requested: str, monkeypa
     assert dispatch.choose(GPU, FP32, requested) == "triton"
 
 
-def by_scaler(optimizer: Any) -> None:
-    started(GradScaler, "cpu", backend="triton").unscale_(optimizer)
+def by_clip(scaler: GradScaler, optimizer: Any) -> None:
+    scaler.clip_grad_norm_(optimizer, 1.0)
 
 
-def by_clip(optimizer: Any) -> None:
-    started(GradScaler, "cpu", backend="triton").clip_grad_norm_(optimizer, 1.0)
-
-
-def by_op(optimizer: Any) -> None:
+def by_op(_: GradScaler, optimizer: Any) -> None:
     gradients = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
     ops.unscale_(gradients, torch.tensor(0.5), torch.zeros(()), backend="triton")
 
 
-@pytest.mark.parametrize("unscale", [by_scaler, by_clip, by_op])
+@pytest.mark.parametrize("unscale", [GradScaler.unscale_, by_clip, by_op])
 def test_triton_asked_for_raises_with_the_remedy_before_any_gradient_is_written(unscale: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(trial, "unscaling", broken(OSError("read-only"), only=torch.float64))
     monkeypatch.setattr(trial, "clipping", works)
     optimizer = sgd([torch.tensor([4.0]), torch.tensor([4.0], dtype=torch.float64)])
+    scaler = started(GradScaler, "cpu", backend="triton")
     remedy = "backend='auto' or SCALER_TRITON_BACKEND=auto takes torch's ops there"
     for _ in range(2):  # it is tried again
         with pytest.raises(RuntimeError) as error:
-            unscale(optimizer)
+            unscale(scaler, optimizer)
         assert str(error.value) == f"backend='triton' does not work for float64 on cpu: OSError: read-only; {remedy}"
         assert isinstance(error.value.__cause__, OSError)
     assert grads(optimizer) == [4.0, 4.0]

@@ -28,11 +28,10 @@ def made(*grads: Tensor | None) -> tuple[GradPlan, list[Any]]:
 
 
 def found(batches: list[Batch]) -> list[Any]:
-    """Return what batches hold: of each the key, whether it is Partial, the positions and addresses of its tensors."""
+    """Return what batches hold: of each what passes go by, and the positions and addresses of its tensors."""
     return sorted(
         (
-            str(batch.layout.key),
-            batch.is_partial,
+            (str(batch.layout.key), batch.layout.backend, batch.is_partial),
             [
                 (position, tensor.data_ptr(), tensor.numel())
                 for position, tensor in zip(batch.layout.positions, batch.tensors, strict=True)
@@ -117,6 +116,14 @@ def test_forms_and_absences_that_change_together(seed: int, guards: bool) -> Non
         for parameter in params:
             give(parameter, FORMS[choose.choice(["dense", "transposed", "gaps", "wider", "missing"])]())
         assert outcome(planned) == outcome(GradPlan(params, "torch"))
+
+
+def test_a_gradient_that_was_missing_when_another_changed_has_its_backend() -> None:
+    planned, params = made(torch.ones(4, 4), torch.ones(4, 4))
+    for forms in (("gaps", "gaps"), ("dense", "missing"), ("dense", "gaps")):
+        for parameter, form in zip(params, forms, strict=True):
+            give(parameter, FORMS[form]())
+        assert {batch.layout.backend for batch in planned.collect()} == {"torch"}  # else a kernel would write the gaps
 
 
 def test_gradients_that_come_and_go_rebuild_nothing() -> None:

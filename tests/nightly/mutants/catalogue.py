@@ -78,6 +78,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/plan.py": [
         ("not all(here) and all(map(call, compress(self._guards, here), compress(local, here)))", "not all(here)"),
+        ("known = known and layout.backend is not None", "pass"),
         ("partials[index] = local.detach() * terms", "partials[index] = local.detach()"),
         ("            check_gradient(grad, f\"the gradient of parameter {index}\")\n", "            pass\n"),
     ],
