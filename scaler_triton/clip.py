@@ -118,7 +118,7 @@ def _open(
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
     try:
-        for step in steps[:1] if request.at_once else steps:
+        for step in steps:
             open_window(scaler, step)
         plans = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, optimizers, strict=True)]
         ranks = ranks_of(scaler, *plans)

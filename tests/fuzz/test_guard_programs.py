@@ -45,12 +45,12 @@ class GuardSpecification(Specification):
         self._lazy_init_scale_growth_tracker("cpu")
         self._counters |= counters or {}
         self.sigma, self.length = sigma, length
-        self.known: dict[int, list[float] | None] = {}  # windows by ids of optimizers, in the order of their steps
+        self.known: dict[int, list[float]] = {}  # windows by ids of optimizers, in the order of their first steps
         self.loaded = list(loaded)  # windows whose optimizers are still to come
         self.is_joint = False  # whether one norm is that of several optimizers
 
     def windows(self) -> list[list[float]]:
-        return [*(window[-self.length :] for window in self.known.values() if window is not None), *self.loaded]
+        return [*(window[-self.length :] for window in self.known.values()), *self.loaded]
 
     def copied(self, length: int) -> "GuardSpecification":
         return GuardSpecification(self.sigma, length, self.windows(), self._counters)
@@ -104,32 +104,26 @@ class GuardSpecification(Specification):
             self._per_optimizer_states[id(optimizer)]["clipped"] = True
 
     def _unstepped(self) -> dict[int, bool]:
-        unstepped = super()._unstepped()
-        states = self._per_optimizer_states
-        return {
-            key: flag for key, flag in unstepped.items() if states[key].get("clipped") and not states[key].get("began")
-        }
+        unstepped, states = super()._unstepped(), self._per_optimizer_states
+        return {k: flag for k, flag in unstepped.items() if states[k].get("clipped") and not states[k].get("began")}
 
     def _begin_anew(self, optimizers: Sequence[Any]) -> None:
         """Update if the last step of one of them is over, and none was made since."""
-        for optimizer in optimizers:
-            self.known.setdefault(id(optimizer))
         states = {id(optimizer): self._per_optimizer_states[id(optimizer)] for optimizer in optimizers}
         over = {key: each for key, each in states.items() if each["stage"] is OptState.STEPPED or each.get("began")}
-        for state in over.values():
-            state["clipped"] = False
         if any(state["found_inf_per_device"] for state in over.values()):
             self.update()
         for key in over:
             self._per_optimizer_states.pop(key, None)
 
     def _judge(self, optimizers: Sequence[Any]) -> None:
-        """Judge the norm of optimizers by the window of the first."""
+        """Judge the norm of optimizers by the window of the first; each of them gets one, in their order."""
         if self.sigma is None:
             return
+        for optimizer in optimizers:
+            if id(optimizer) not in self.known:
+                self.known[id(optimizer)] = self.loaded.pop(0) if self.loaded else []
         window = self.known[id(optimizers[0])]
-        if window is None:
-            window = self.known[id(optimizers[0])] = self.loaded.pop(0) if self.loaded else []
         held = [each for optimizer in optimizers for each in parameters_of(optimizer) if each.grad is not None]
         norm = together(held).norm().item()
         skips, limit = judged([*window, norm], self.sigma, self.length)[-1]

@@ -290,13 +290,14 @@ def test_a_copy_goes_on_as_the_first_one(clone: Callable[[StepGuard], StepGuard]
     assert skipped(other, sgd([torch.ones(1)]), [2.2, 1.1, 30.0, 1.1]) == "x.x."
 
 
-def test_windows_are_saved_in_the_order_in_which_they_were_made() -> None:
-    guard, optimizers = StepGuard("cpu", spike_sigma=3.0, window=4), [sgd([torch.full((1,), n)]) for n in (1.0, 2.0)]
+def test_windows_are_saved_in_the_order_of_first_steps_also_where_one_has_no_norms_of_its_own_yet() -> None:
+    guard, optimizers = StepGuard("cpu", spike_sigma=3.0), [sgd([torch.full((1,), n)]) for n in (1.0, 3.0, 4.0)]
     for optimizer in optimizers:
         guard._ours.steps.open(optimizer)
+    guard.clip_grad_norm_(optimizers[:0:-1], 9.0)
     for optimizer in reversed(optimizers):
         guard.step(optimizer)
-    assert guard.state_dict()[KEY]["windows"] == [[2.0], [1.0]]
+    assert guard.state_dict()[KEY]["windows"] == [[5.0], [], [1.0]]
 
 
 @pytest.mark.parametrize(("window", "kept"), [(2, [1.5, 1.25]), (3, [1.0, 1.5, 1.25]), (9, [1.5, 1.0, 1.5, 1.25])])
