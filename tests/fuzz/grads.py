@@ -63,10 +63,11 @@ def values_in(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient
 
 
-def sum_up(parameters: Iterable[Tensor]) -> None:
+def sum_up(parameters: Iterable[Tensor], *, fp16_only: bool = False) -> None:
     """Sum duplicates in sparse gradients: a norm is that of the sums."""
     for parameter in parameters:
-        if parameter.grad is not None and has_duplicates(parameter.grad):
+        grad = parameter.grad
+        if grad is not None and has_duplicates(grad) and (is_fp16(grad) or not fp16_only):
             parameter.grad = summed(parameter.grad)
 
 

@@ -275,9 +275,8 @@ class Specification(torch.amp.GradScaler):
         is_refused = not allow_fp16 and any(map(is_fp16, gradients_of(optimizer)))
         if any(map(grads.overlaps, gradients_of(optimizer))) and not is_refused:
             raise RuntimeError(OVERLAP)  # torch raises the same, after it has written the gradients of other dtypes
-        for parameter in parameters_of(optimizer) if allow_fp16 else ():  # difference 16
-            if parameter.grad is not None and is_fp16(parameter.grad) and has_duplicates(parameter.grad):
-                parameter.grad = grads.summed(parameter.grad)
+        if allow_fp16:
+            grads.sum_up(parameters_of(optimizer), fp16_only=True)  # difference 16
         with OnEveryDevice():
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
@@ -434,8 +433,9 @@ class Specification(torch.amp.GradScaler):
 
     def _unscale_all(self, optimizers: Sequence[Any]) -> None:
         ready = [optimizer for optimizer in optimizers if is_ready(self._per_optimizer_states[id(optimizer)])]
-        for optimizer in ready:  # here, too
+        for optimizer in ready:  # here, too; a sum means the same as its terms, also where a later optimizer fails
             self._validate(optimizer)
+            grads.sum_up(parameters_of(optimizer), fp16_only=True)
         for optimizer in ready:
             self.unscale_(optimizer)
 
