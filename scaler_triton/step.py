@@ -228,11 +228,9 @@ class Steps(dict[Any, Any]):
 
     def last(self, optimizer: Any) -> OptimizerStep | None:
         """Return the step of an optimizer, or of the one in a wrapper; None if there is none."""
-        for each in (optimizer, unwrap(optimizer)):
-            step = self.get(id(each))
-            if type(step) is OptimizerStep and id(each) in step.handles and step.handles[id(each)]() is each:
-                return step
-        return None
+        inner = unwrap(optimizer)
+        step = self.get(id(inner))
+        return step if type(step) is OptimizerStep and step.handles.get(id(inner), _nobody)() is inner else None
 
     def plan(self, step: OptimizerStep, optimizer: Any) -> GradPlan:
         """Return the plan of the optimizer's gradients, a new one if its parameters changed.
