@@ -416,8 +416,5 @@ def _same_groups(groups: Any, others: Any) -> bool:
 
 
 def parameters_of(*optimizers: Any) -> list[Tensor]:
-    """Return all parameters, in order, a shared one twice; the list may be an optimizer's own: do not write it."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    if len(groups) == 1 and type(groups[0]["params"]) is list:
-        return groups[0]["params"]
-    return [parameter for group in groups for parameter in group["params"]]
+    """Return all parameters, in order, a shared one twice."""
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
