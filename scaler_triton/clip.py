@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
@@ -178,14 +178,13 @@ def _clip_by_passes(
             scaler.unscale_(part.optimizer)
         flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), scaler._scale.device)
         parameters = parameters_of(*(part.optimizer for part in parts))
-        grads, counts = _local_gradients(parameters, chain(*(part.replicas for part in parts)), request.chosen)
-        terms = _terms_of_norm(grads, counts, request.norm_type, flag)
+        grads, terms = _read(parameters, chain(*(part.replicas for part in parts)), flag, request)
     with _failure_skips(scaler, parts):
-        norm, flag = _norm_of_terms(terms, request.norm_type, ranks)
+        norm, flag, refused = _write_(grads, terms, ranks, request)
         if len(parts) > 1 or ranks is not None:
             for part in parts:
                 _take_flag(scaler, part, flag, ranks)
-        return norm, _multiply_(grads, norm, flag, request)
+        return norm, refused
 
 
 def _clip_unscaled(
@@ -201,11 +200,9 @@ def _clip_unscaled(
         options = request.max_norm, request.norm_type, request.error_if_nonfinite
         return torch.nn.utils.clip_grad_norm_(clipped, *options), False
     ranks = group_ranks(parameters, group) if together or group is not None else mesh_ranks(parameters)
-    grads, counts = _local_gradients(parameters, replicas_of(parameters, ranks, model), request.chosen)
-    home = parameters[0].device if len(parameters) else torch.device("cpu")
-    flag = torch.zeros((), dtype=torch.float32, device=home)
-    norm, _ = _norm_of_terms(_terms_of_norm(grads, counts, request.norm_type, flag), request.norm_type, ranks)
-    return norm, _multiply_(grads, norm, flag, request)
+    flag = torch.zeros((), dtype=torch.float32, device=parameters[0].device if parameters else "cpu")
+    norm, _, refused = _write_(*_read(parameters, replicas_of(parameters, ranks, model), flag, request), ranks, request)
+    return norm, refused
 
 
 def _take_flag(scaler: GradScaler, part: Part, shared: Tensor, ranks: Ranks | None) -> None:
@@ -264,58 +261,55 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) 
         (ranks.maximum_ if request.norm_type == math.inf else ranks.sum_)(values)
 
 
-def _local_gradients(
-    parameters: Iterable[Tensor], replicas: Iterable[int], chosen: Container[int] | None
-) -> tuple[list[Tensor], list[int]]:
-    """Return this rank's shards of the chosen gradients, first reduced where needed, and how many ranks hold each."""
-    grads, counts = [], []
+def _read(
+    parameters: Iterable[Tensor], replicas: Iterable[int], flag: Tensor, request: Request
+) -> tuple[list[Tensor], Tensor]:
+    """Return this rank's shards of the chosen gradients, first reduced where needed, and its terms for `_write_`.
+
+    The terms are fp64, [3], on the device of the flag (fp32, `()`); `replicas` says how many ranks hold each parameter.
+    """
+    order, grads = request.norm_type, []
+    norms, weights = [torch.zeros((), dtype=torch.float64, device=flag.device)], [1.0]
     for parameter, count in zip(parameters, replicas, strict=True):
-        if parameter.grad is None or (chosen is not None and id(parameter) not in chosen):
+        if parameter.grad is None or (request.chosen is not None and id(parameter) not in request.chosen):
             continue
         gradients.reduce_([parameter])
         local = gradients.local_tensor(parameter.grad)
-        grads.append(gradients.sparse_values(local) if local.layout is torch.sparse_coo else local)
+        local = gradients.sparse_values(local) if local.layout is torch.sparse_coo else local
+        grads.append(local)
         if gradients.is_dtensor(parameter) and gradients.is_dtensor(parameter.grad):
             count = count * gradients.num_shards(parameter) // gradients.num_shards(parameter.grad)
-        counts.append(count)
-    return grads, counts
-
-
-def _terms_of_norm(grads: Sequence[Tensor], counts: Sequence[int], order: float, flag: Tensor) -> Tensor:
-    """Return this rank's contribution to `_norm_of_terms`, fp64, [3], on the device of the flag (fp32, `()`)."""
-    norms, weights = [torch.zeros((), dtype=torch.float64, device=flag.device)], [1.0]
-    for grad, count in zip(grads, counts, strict=True):
-        if grad.numel():
-            norms.append(torch.linalg.vector_norm(grad, order, dtype=torch.float64).to(flag.device))
+        if local.numel():
+            norms.append(torch.linalg.vector_norm(local, order, dtype=torch.float64).to(flag.device))
             weights.append(1.0 / count)
     if order == math.inf:
         term = torch.stack(norms).amax()
     else:
         term = torch.stack(torch._foreach_mul(torch._foreach_pow(norms, order), weights)).sum()
     is_nan = term.isnan()  # in a number of its own, as a MAX reduction may drop NaN
-    return torch.stack([torch.where(is_nan, 0.0, term), is_nan.double(), flag.double()])
+    return grads, torch.stack([torch.where(is_nan, 0.0, term), is_nan.double(), flag.double()])
 
 
-def _norm_of_terms(terms: Tensor, order: float, ranks: Ranks | None) -> tuple[Tensor, Tensor]:
-    """Return the norm of all ranks' gradients, each shard counted once, and their flag, by one reduction and no wait.
+def _write_(
+    grads: Sequence[Tensor], terms: Tensor, ranks: Ranks | None, request: Request
+) -> tuple[Tensor, Tensor, bool]:
+    """Clip gradients of any devices by the norm of all ranks' ones; return it, their flag, and whether it is refused.
 
+    One reduction gives norm and flag, each shard counted once:
     (sum over ranks and shards of abs(g) ** order / replicas) ** (1 / order), for inf the largest abs(g)
     """
+    order = request.norm_type
     if ranks is not None:
         (ranks.maximum_ if order == math.inf else ranks.sum_)(terms)
-    term, is_nan, flag = terms
-    norm = term if order == math.inf else term ** (1.0 / order)
-    return torch.where(is_nan != 0, math.nan, norm).float(), (flag != 0).float()
-
-
-def _multiply_(grads: Sequence[Tensor], norm: Tensor, flag: Tensor, request: Request) -> bool:
-    """Multiply gradients of any devices by the clip coefficient, as torch does; return True if the norm is refused."""
+    term, is_nan, bad = terms
+    norm, flag = term if order == math.inf else term ** (1.0 / order), (bad != 0).float()
+    norm = torch.where(is_nan != 0, math.nan, norm).float()
     if request.error_if_nonfinite and not math.isfinite(norm.item()):
-        return True
+        return norm, flag, True
     coefficient = torch_ops.coefficient(flag, norm, request.max_norm)
     for device in dict.fromkeys(grad.device for grad in grads):
         torch._foreach_mul_([grad for grad in grads if grad.device == device], coefficient.to(device))
-    return False
+    return norm, flag, False
 
 
 def _checked_optimizers(optimizers: Any) -> list[Any]:
