@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, ranks
 from scaler_triton.kernels import launch
-from scaler_triton.ranks import Membership, Ranks
+from scaler_triton.ranks import Ranks
 
 FUSED = pytest.mark.parametrize("fused", [False, True])
 GOOD_STEPS = pytest.mark.parametrize("good_steps", [0, 3])
@@ -177,7 +177,7 @@ def test_every_allocation_of_an_update(place: Place, good_steps: int, bad: bool,
 
 @pytest.fixture
 def two_pretended_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Membership, "find", lambda self, parameters, group: Ranks((None,), (0, 1)))  # type: ignore[arg-type]
+    monkeypatch.setattr(ranks, "find", lambda ours, parameters, group: Ranks((None,), (0, 1)))  # type: ignore[arg-type]
     monkeypatch.setattr(Ranks, "_all_reduce_", lambda self, values, op: values.mul_(2 if "SUM" in str(op) else 1))
 
 

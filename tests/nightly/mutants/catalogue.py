@@ -53,7 +53,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        if told is not None:\n            measures", "        if False:\n            measures"),
         ("    elif step.captured:\n        step.reset()\n", "", _CAPTURE),
         ("weights = [1.0 / replicas[position] for", "weights = [1.0 for", "unit/clip"),
-        ("self.membership = Membership(True, alone=True)", "self.membership = Membership(True)", _GUARD),
         ("if measures or by_norm else", "if measures else"),
         ("    if scaler._ours.guard is not None:\n        check(", "    if False:\n        check(", _GUARD),
         ("                step.raised = True\n", "                pass\n"),
@@ -125,7 +124,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if values[abi.SPIKE_GENERATION] == generation else None", "if True else None"),
     ],
     "scaler_triton/ranks.py": [
-        ("if self.alone and not is_in_a_group(process_group):", "if False:", _GUARD),
+        ("if ours.guard is not None and not is_in_a_group(process_group):", "if False:", _GUARD),
         ("dist.all_reduce(carrier, op=op, group=group)", "dist.all_reduce(carrier, op=dist.ReduceOp.SUM, group=group)"),
     ],
     "scaler_triton/report.py": [
