@@ -525,7 +525,7 @@ class GradScaler(torch.amp.GradScaler):
         if ours.limits != NO_LIMITS or ours.headroom is not None:
             state[KEY] = policy.to_checkpoint(ours.limits, ours.counters.read())
         if ours.guard is not None:
-            state[KEY][WINDOWS] = ours.guard.numbers(ours.steps.all())[-1]
+            state[KEY][WINDOWS] = ours.guard.numbers()[-1]
         if ours.headroom is not None:
             exponents, cap = ours.headroom.remembered()
             state[KEY][HEADROOM] = {"exponents": exponents, "cap": cap}
@@ -640,7 +640,7 @@ class GradScaler(torch.amp.GradScaler):
             state["_scale"] = state["_growth_tracker"] = None
         # Plain numbers: otherwise the pickle would name the modules of our classes.
         numbers = {"limits": tuple(ours.limits), "backend": ours.steps.requested, "counters": ours.counters.read()}
-        guard = None if ours.guard is None else ours.guard.numbers(ours.steps.all())
+        guard = None if ours.guard is None else ours.guard.numbers()
         flags = {"allow_fp16_grads": ours.allow_fp16, "measure": ours.steps.measures}
         headroom = ours.headroom and (ours.headroom.bits, ours.headroom.window, *ours.headroom.remembered())
         state[_COUNTED] = {**numbers, **flags, "guard": guard, "headroom": headroom}
