@@ -21,23 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scaler_triton import gradients, passes, policy, torch_ops
-from scaler_triton.check import (
-    OUR_METHODS,
-    Part,
-    agree_on_norm,
-    begin_anew,
-    fail,
-    flags_on,
-    has_flag,
-    measure,
-    open_window,
-    ranks_of,
-    ranks_that_wait,
-    replicas_in,
-    require_scale,
-    step_failed,
-)
+from scaler_triton import check, gradients, passes, policy, torch_ops
+from scaler_triton.check import OUR_METHODS, Part
 from scaler_triton.dispatch import stacklevel
 from scaler_triton.flag import any_flag, failed_sums, fp32_on
 from scaler_triton.kernels.abi import OVERFLOWS
@@ -111,18 +96,18 @@ def _open(
     """Return the steps to be clipped, and the ranks that share their norm; an error is reported to these."""
     report = partial(_fail_together, scaler, optimizers, request)
     if scaler._scale is None or scaler._growth_tracker is None:
-        require_scale(scaler, "clip_grad_norm_", optimizers, report)
+        check.require_scale(scaler, "clip_grad_norm_", optimizers, report)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
     if scaler._ours.guard is not None:
-        begin_anew(scaler, steps, report, by_check=request.chosen is None)
+        check.begin_anew(scaler, steps, report, by_check=request.chosen is None)
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
     try:
         for step in steps[:1] if request.at_once else steps:
-            open_window(scaler, step)
+            check.open_window(scaler, step)
         plans = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, optimizers, strict=True)]
-        ranks = ranks_of(scaler, *plans)
-        replicas = [replicas_in(plan, ranks, model) for plan in plans]
+        ranks = check.ranks_of(scaler, *plans)
+        replicas = [check.replicas_in(plan, ranks, model) for plan in plans]
     except ValueError:  # a wrong argument raises on all ranks
         raise
     except Exception:
@@ -137,15 +122,15 @@ def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, re
     with _failure_joins(scaler, parts, request):
         for part in parts:
             part.step.outcome = None
-        totals = measure(scaler, parts, ranks)
+        totals = check.measure(scaler, parts, ranks)
     with _failure_skips(scaler, parts):
-        agree_on_norm(scaler, parts, totals, ranks)
+        check.agree_on_norm(scaler, parts, totals, ranks)
         refused = request.error_if_nonfinite and not math.isfinite(torch_ops.norm_of(totals).item())
         for part in parts:
             if ranks is not None:
                 if refused:
                     part.flag.read_sums(totals)
-            elif len(parts) > 1 and has_flag(scaler, part.flags, ranks):
+            elif len(parts) > 1 and check.has_flag(scaler, part.flags, ranks):
                 part.flag.share(totals[OVERFLOWS])
         if refused:
             totals[OVERFLOWS] = 1.0  # nothing is clipped then
@@ -162,7 +147,7 @@ def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, re
                 norm, status = got if here else norm, None if wrote else status
             if status is not None:
                 part.flag.read_sums(totals)
-            part.step.checked(part.flag, flags_on(scaler, part.flag, part.flags, part.plan, ranks), divided=True)
+            part.step.checked(part.flag, check.flags_on(scaler, part.flag, part.flags, part.plan, ranks), divided=True)
     return torch_ops.norm_of(totals) if norm is None else norm, refused
 
 
@@ -211,7 +196,7 @@ def _take_flag(scaler: GradScaler, part: Part, shared: Tensor, ranks: Ranks | No
     flag, flags = step.own_flag(scaler._ours.steps.exposed), step["found_inf_per_device"]
     if flag is not None:
         flag.share(shared)
-        step["found_inf_per_device"] = flags_on(scaler, flag, flags, part.plan, ranks)
+        step["found_inf_per_device"] = check.flags_on(scaler, flag, flags, part.plan, ranks)
     else:
         step["found_inf_per_device"] = {device: shared.to(device, copy=True) for device in flags}
 
@@ -233,28 +218,28 @@ def _failure_skips(scaler: GradScaler, parts: Sequence[Part]) -> Iterator[None]:
         yield
     except BaseException:
         for part in parts:
-            step_failed(scaler, part.step)
+            check.step_failed(scaler, part.step)
             part.step.clipped = True
         raise
 
 
 def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) -> None:
     """After an error skip the steps, and join the reductions of checks and norm in which the other ranks wait."""
-    ranks = ranks_that_wait(scaler, optimizers)
+    ranks = check.ranks_that_wait(scaler, optimizers)
     if ranks is None:
         return
     steps = [scaler._ours.steps.open(each) for each in optimizers]
     with suppress(Exception):  # here and below: the caller is raising already, and the others wait
         for step, optimizer in zip(steps, optimizers, strict=True):
             if not request.at_once and step.phase in (READY, CARRIED):
-                fail(scaler, step, optimizer)
+                check.fail(scaler, step, optimizer)
     with suppress(Exception):
         chosen = request.chosen
         gradients.reduce_(each for each in parameters_of(*optimizers) if chosen is None or id(each) in chosen)
     with suppress(Exception):
         for step in steps:
             step.clipped = True
-            step_failed(scaler, step)
+            check.step_failed(scaler, step)
     with suppress(Exception):
         numbers = failed_sums(scaler._ours.steps.measures) if request.at_once else [0.0, 1.0, 1.0]
         values = torch.tensor(numbers, dtype=torch.float64, device=scaler._scale.device)

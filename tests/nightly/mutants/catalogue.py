@@ -91,7 +91,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if dtype is not torch.float16 and math", "if math"),
     ],
     "scaler_triton/headroom.py": [
-        ("max(largest, row[LARGEST] / row[MEASURED_AT])", "max(largest, row[LARGEST])"),
+        ("max(largest, row[abi.LARGEST] / row[abi.MEASURED_AT])", "max(largest, row[abi.LARGEST])"),
     ],
     "scaler_triton/update.py": [
         ("            tracker[0] = counters[abi.STRIKES] = 0\n", "            tracker[0] = 0\n"),
@@ -110,7 +110,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("known = step.phase is UNSCALED and (", "known = ("),
     ],
     "scaler_triton/clip.py": [
-        ("len(parts) > 1 and has_flag(scaler, part.flags, ranks):", "len(parts) > 1:"),
+        ("len(parts) > 1 and check.has_flag(scaler, part.flags, ranks):", "len(parts) > 1:"),
         ("totals[OVERFLOWS] = 1.0  # nothing is clipped then", "pass"),
         ("                part.step.clipped = True\n", "                pass\n", _GUARD),
     ],
