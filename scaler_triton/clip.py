@@ -177,10 +177,9 @@ def _clip_unscaled(
 ) -> tuple[Tensor, bool]:
     """Clip as torch does, for a disabled scaler; if it is sharded, or ranks hold shards, over all ranks."""
     group = scaler.process_group
-    on_fsdp1 = gradients.has_fsdp1(parameters)
-    together = (scaler._ours.sharded or group is not None or on_fsdp1) and several_ranks()
+    together = several_ranks() and (scaler._ours.sharded or group is not None or gradients.has_fsdp1(parameters))
     # torch's norm is right only if this rank holds whole gradients.
-    if not together and (on_fsdp1 or all(each is None for each in map(gradients.dtensor_spec, parameters))):
+    if not together and all(each is None for each in map(gradients.dtensor_spec, parameters)):
         clipped = [p for p in parameters if request.chosen is None or id(p) in request.chosen]
         options = request.max_norm, request.norm_type, request.error_if_nonfinite
         return torch.nn.utils.clip_grad_norm_(clipped, *options), False
