@@ -35,7 +35,7 @@ from scaler_triton.kernels.abi import MAX_SCALE, STATUS
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.report import Model, OverflowReport
 from scaler_triton.spikes import Guard
-from scaler_triton.step import CARRIED, FAILED, READY, UNSCALED, OptimizerStep, Steps
+from scaler_triton.step import CARRIED, FAILED, READY, STEPPED, UNSCALED, OptimizerStep, Steps
 from scaler_triton.update import LaggingCounters, ScalerStats
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
@@ -275,7 +275,8 @@ class GradScaler(torch.amp.GradScaler):
         if step.phase is not READY:
             if step.phase is CARRIED:
                 resume(self, step, optimizer)
-            step.require_steppable()
+            if step.phase is STEPPED:
+                raise RuntimeError("step() has already been called since the last update().")
         step.raised, step.fresh, step.running = False, False, True
         try:
             if step.phase is FAILED:

@@ -117,11 +117,6 @@ class OptimizerStep(dict[str, Any]):
         if self.phase in (UNSCALED, FAILED) and not again:
             raise RuntimeError(f"unscale_() has already been called on this optimizer since the last update().{hint}")
 
-    def require_steppable(self) -> None:
-        """Raise torch's error if `step` was already called."""
-        if self.phase is STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
-
     def checked(self, flag: Flag, flags: Flags, *, divided: bool, by_step: bool = False) -> None:
         """Store the flag that the ranks agreed on after a check, which `divided` or only read; `by_step`: in `step`."""
         if flag is not self.flag:
