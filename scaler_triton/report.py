@@ -50,8 +50,6 @@ class Marks:
         self._resumed: Flags = {}
         self._resumed_at: Any = -1
         self._on_host: dict[int, dict[int, int]] = {}  # by generation: the kinds found on the CPU, by parameter
-        self._source: Tensor | None = None  # the counters on the device
-        self._generation: Any = None  # the skip count, a view of them: int32, one element
         self._unmarked: set[str] = set()  # gradients that kernels check without a mark, in words
 
     def follow(self, layout: Layout, home: torch.device) -> None:
@@ -63,13 +61,10 @@ class Marks:
         if device != home:  # kernels cannot read another GPU's memory
             self._unmarked.add(f"gradients on {device}, where the scale is not")
             return
-        counters = self.counters.on(home)
-        if counters is not self._source:
-            self._source = counters
-            self._generation = counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # the low words of int64
-        layout.counters, layout.generation = counters, self._generation
+        layout.counters = counters = self.counters.on(home)
+        layout.generation = counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # the low words of int64
         for each in layout.tables.values():
-            each.mark_with(self._generation)
+            each.mark_with(layout.generation)
         if not any(layout is known for known in self.plan.layouts):
             self._unmarked.add(f"sparse and Partial gradients on {device}")
 
