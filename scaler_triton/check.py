@@ -325,8 +325,7 @@ def fail_early(scaler: GradScaler, optimizer: Any, *, by_step: bool) -> None:
         if together is not None:
             step = scaler._ours.steps.open(optimizer)
             fail(scaler, step, optimizer, together)
-            if by_step:
-                step.raised = True
+            step.raised |= by_step
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:

@@ -55,7 +55,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("weights = [1.0 / replicas[position] for", "weights = [1.0 for", "unit/clip"),
         ("if measures or by_norm else", "if measures else"),
         ("    if scaler._ours.guard is not None:\n        check(", "    if False:\n        check(", _GUARD),
-        ("                step.raised = True\n", "                pass\n"),
+        ("            step.raised |= by_step\n", "            pass\n"),
         ("        scaler._ours.steps.unfinished = True\n", "", "unit/step"),
         ("[MEASURED_AT] = 1.0 if step.phase is UNSCALED else scale", "[MEASURED_AT] = 0 * scale", _HEADROOM),
         ("        guard.update()\n", "        pass\n", _GUARD),
