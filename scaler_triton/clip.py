@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from types import GeneratorType
@@ -76,25 +76,51 @@ def clip_grad_norm_(
         is_ours = {getattr(each, "__func__", None) for each in (scaler.unscale_, scaler._unscale_grads_)} <= OUR_METHODS
         at_once = chosen is None and order == 2.0 and is_ours
         request = Request(bound, order, error_if_nonfinite, chosen, at_once)
-        if scaler._enabled:
-            parts, ranks = _open(scaler, together, request, model)
-            clip = _clip_at_once if at_once else _clip_by_passes
-            norm, refused = clip(scaler, parts, ranks, request)
-            scaler._ours.steps.unfinished = True
-            for part in parts:
-                part.step.clipped = True
-        else:
-            norm, refused = _clip_unscaled(scaler, parameters_of(*together), request, model)
+        clip = _clip_scaled if scaler._enabled else _clip_unscaled
+        norm, refused = clip(scaler, together, request, model)
         if refused:
             raise RuntimeError(_NONFINITE.format(order))
         return norm
 
 
-def _open(
+def _clip_scaled(
     scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None
+) -> tuple[Tensor, bool]:
+    """Unscale and clip; return the norm, and whether it must raise, so that nothing was clipped."""
+    report = partial(_fail_together, scaler, optimizers, request)
+    parts, ranks = _open(scaler, optimizers, request, model, report)
+    try:
+        if request.at_once:
+            for part in parts:
+                part.step.outcome = None
+            read: Any = check.measure(scaler, parts, ranks)
+        else:
+            read = _unscale(scaler, parts, request)
+    except Exception:
+        report()
+        raise
+    try:
+        if request.at_once:
+            norm, refused = _clip_at_once(scaler, parts, ranks, request, read)
+        else:
+            norm, flag, refused = _write_(read, ranks, request)
+            for part in parts if len(parts) > 1 or ranks is not None else ():
+                _take_flag(scaler, part, flag, ranks)
+    except BaseException:  # gradients are half written
+        for part in parts:
+            check.step_failed(scaler, part.step)
+        raise
+    finally:
+        for part in parts:
+            part.step.clipped = True
+    scaler._ours.steps.unfinished = True
+    return norm, refused
+
+
+def _open(
+    scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None, report: check.Report
 ) -> tuple[list[Part], Ranks | None]:
     """Return the steps to be clipped, and the ranks that share their norm; an error is reported to these."""
-    report = partial(_fail_together, scaler, optimizers, request)
     if scaler._scale is None or scaler._growth_tracker is None:
         check.require_scale(scaler, "clip_grad_norm_", optimizers, report)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
@@ -116,67 +142,55 @@ def _open(
     return list(map(Part, optimizers, steps, plans, replicas)), ranks
 
 
-def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request) -> tuple[Tensor, bool]:
-    """Clip by the 2-norm of the checking pass; return it, and whether it must raise, so that nothing was clipped."""
+def _clip_at_once(
+    scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request, totals: Tensor
+) -> tuple[Tensor, bool]:
+    """Clip by the 2-norm of the checking pass, whose totals these are; return as `_clip_scaled` does."""
     scale = scaler._scale
-    with _failure_joins(scaler, parts, request):
-        for part in parts:
-            part.step.outcome = None
-        totals = check.measure(scaler, parts, ranks)
-    with _failure_skips(scaler, parts):
-        check.agree_on_norm(scaler, parts, totals, ranks)
-        refused = request.error_if_nonfinite and not math.isfinite(torch_ops.norm_of(totals).item())
-        for part in parts:
-            if ranks is not None:
-                if refused:
-                    part.flag.read_sums(totals)
-            elif len(parts) > 1 and check.has_flag(scaler, part.flags, ranks):
-                part.flag.share(totals[OVERFLOWS])
-        if refused:
-            totals[OVERFLOWS] = 1.0  # nothing is clipped then
-        size = 0 if refused or ranks is None else len(ranks.ranks)
-        norm: Tensor | None = None
-        for part in parts:
-            status = part.flag.status if size else None  # to be computed from the totals, by the first kernel or below
-            for batch in part.batches:
-                device = batch.layout.device
-                here = device == totals.device
-                local = totals if here else totals.to(device, non_blocking=device.type != "cpu")
-                number = fp32_on(device, scale)
-                got, wrote = passes.clip_batch_(batch, number, local, request.max_norm, status if here else None, size)
-                norm, status = got if here else norm, None if wrote else status
-            if status is not None:
+    check.agree_on_norm(scaler, parts, totals, ranks)
+    refused = request.error_if_nonfinite and not math.isfinite(torch_ops.norm_of(totals).item())
+    for part in parts:
+        if ranks is not None:
+            if refused:
                 part.flag.read_sums(totals)
-            part.step.checked(part.flag, check.flags_on(scaler, part.flag, part.flags, part.plan, ranks), divided=True)
+        elif len(parts) > 1 and check.has_flag(scaler, part.flags, ranks):
+            part.flag.share(totals[OVERFLOWS])
+    if refused:
+        totals[OVERFLOWS] = 1.0  # nothing is clipped then
+    size = 0 if refused or ranks is None else len(ranks.ranks)
+    norm: Tensor | None = None
+    for part in parts:
+        status = part.flag.status if size else None  # to be computed from the totals, by the first kernel or below
+        for batch in part.batches:
+            device = batch.layout.device
+            here = device == totals.device
+            local = totals if here else totals.to(device, non_blocking=device.type != "cpu")
+            number = fp32_on(device, scale)
+            got, wrote = passes.clip_batch_(batch, number, local, request.max_norm, status if here else None, size)
+            norm, status = got if here else norm, None if wrote else status
+        if status is not None:
+            part.flag.read_sums(totals)
+        part.step.checked(part.flag, check.flags_on(scaler, part.flag, part.flags, part.plan, ranks), divided=True)
     return torch_ops.norm_of(totals) if norm is None else norm, refused
 
 
-def _clip_by_passes(
-    scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request
-) -> tuple[Tensor, bool]:
-    """Unscale the optimizers one by one, then clip the chosen gradients by one norm; return as `_clip_at_once` does."""
-    with _failure_joins(scaler, parts, request):
-        ready = [part for part in parts if part.step.phase in (READY, CARRIED)]
-        for part in ready:  # every gradient is validated before the first is written
-            part.plan.collect(allow_fp16=scaler._ours.allow_fp16)
-        for part in ready:
-            scaler.unscale_(part.optimizer)
-        flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), scaler._scale.device)
-        parameters = parameters_of(*(part.optimizer for part in parts))
-        grads, terms = _read(parameters, chain(*(part.replicas for part in parts)), flag, request)
-    with _failure_skips(scaler, parts):
-        norm, flag, refused = _write_(grads, terms, ranks, request)
-        if len(parts) > 1 or ranks is not None:
-            for part in parts:
-                _take_flag(scaler, part, flag, ranks)
-        return norm, refused
+def _unscale(scaler: GradScaler, parts: list[Part], request: Request) -> tuple[list[Tensor], Tensor]:
+    """Unscale the optimizers one by one, then `_read` the chosen gradients."""
+    ready = [part for part in parts if part.step.phase in (READY, CARRIED)]
+    for part in ready:  # every gradient is validated before the first is written
+        part.plan.collect(allow_fp16=scaler._ours.allow_fp16)
+    for part in ready:
+        scaler.unscale_(part.optimizer)
+    flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), scaler._scale.device)
+    parameters = parameters_of(*(part.optimizer for part in parts))
+    return _read(parameters, chain(*(part.replicas for part in parts)), flag, request)
 
 
 def _clip_unscaled(
-    scaler: GradScaler, parameters: Sequence[Tensor], request: Request, model: nn.Module | None
+    scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None
 ) -> tuple[Tensor, bool]:
     """Clip as torch does, for a disabled scaler; if it is sharded, or ranks hold shards, over all ranks."""
-    group = scaler.process_group
+    group, parameters = scaler.process_group, parameters_of(*optimizers)
     together = several_ranks() and (scaler._ours.sharded or group is not None or gradients.has_fsdp1(parameters))
     # torch's norm is right only if this rank holds whole gradients.
     if not together and all(each is None for each in map(gradients.dtensor_spec, parameters)):
@@ -185,7 +199,7 @@ def _clip_unscaled(
         return torch.nn.utils.clip_grad_norm_(clipped, *options), False
     ranks = group_ranks(parameters, group) if together or group is not None else mesh_ranks(parameters)
     flag = torch.zeros((), dtype=torch.float32, device=parameters[0].device if parameters else "cpu")
-    norm, _, refused = _write_(*_read(parameters, replicas_of(parameters, ranks, model), flag, request), ranks, request)
+    norm, _, refused = _write_(_read(parameters, replicas_of(parameters, ranks, model), flag, request), ranks, request)
     return norm, refused
 
 
@@ -198,28 +212,6 @@ def _take_flag(scaler: GradScaler, part: Part, shared: Tensor, ranks: Ranks | No
         step["found_inf_per_device"] = check.flags_on(scaler, flag, flags, part.plan, ranks)
     else:
         step["found_inf_per_device"] = {device: shared.to(device, copy=True) for device in flags}
-
-
-@contextmanager
-def _failure_joins(scaler: GradScaler, parts: list[Part], request: Request) -> Iterator[None]:
-    """After an error before the norm's reduction, join that reduction, as the other ranks wait there."""
-    try:
-        yield
-    except Exception:
-        _fail_together(scaler, [part.optimizer for part in parts], request)
-        raise
-
-
-@contextmanager
-def _failure_skips(scaler: GradScaler, parts: Sequence[Part]) -> Iterator[None]:
-    """After an error, which leaves gradients half written, skip their steps."""
-    try:
-        yield
-    except BaseException:
-        for part in parts:
-            check.step_failed(scaler, part.step)
-            part.step.clipped = True
-        raise
 
 
 def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) -> None:
@@ -274,15 +266,13 @@ def _read(
     return grads, torch.stack([torch.where(is_nan, 0.0, term), is_nan.double(), flag.double()])
 
 
-def _write_(
-    grads: Sequence[Tensor], terms: Tensor, ranks: Ranks | None, request: Request
-) -> tuple[Tensor, Tensor, bool]:
-    """Clip gradients of any devices by the norm of all ranks' ones; return it, their flag, and whether it is refused.
+def _write_(read: tuple[list[Tensor], Tensor], ranks: Ranks | None, request: Request) -> tuple[Tensor, Tensor, bool]:
+    """Clip what `_read` returned by the norm of all ranks' gradients; return it, their flag, and if it is refused.
 
     One reduction gives norm and flag, each shard counted once:
     (sum over ranks and shards of abs(g) ** order / replicas) ** (1 / order), for inf the largest abs(g)
     """
-    order = request.norm_type
+    (grads, terms), order = read, request.norm_type
     if ranks is not None:
         (ranks.maximum_ if order == math.inf else ranks.sum_)(terms)
     term, is_nan, bad = terms

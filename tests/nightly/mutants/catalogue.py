@@ -112,7 +112,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/clip.py": [
         ("len(parts) > 1 and check.has_flag(scaler, part.flags, ranks):", "len(parts) > 1:"),
         ("totals[OVERFLOWS] = 1.0  # nothing is clipped then", "pass"),
-        ("                part.step.clipped = True\n", "                pass\n", _GUARD),
+        ("            part.step.clipped = True\n", "            pass\n", _GUARD),
     ],
     "scaler_triton/step_guard.py": [
         ("self._begin_anew(optimizer, by_check=False)", "pass"),
