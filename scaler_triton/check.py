@@ -160,27 +160,22 @@ class Part:
 
 def measure(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None) -> Tensor:
     """Check optimizers' gradients; return this rank's totals of their norm, on the scale's device."""
-    scale = scaler._scale
-    every = [total for part in parts for total in _measure_one(scaler, part)]
+    scale, every = scaler._scale, []
+    for part in parts:
+        plan, flag = part.plan, new_flag(scaler, part.step)
+        part.flag, part.batches = flag, plan.collect(allow_fp16=scaler._ours.allow_fp16, summed=True)
+        choose_backends(part.batches, plan.requested, clips=True)
+        replicas = _replicas_of_gradients(plan, part.replicas)
+        weights = [_weights(batch, replicas) for batch in part.batches]
+        part.flags, totals = passes.check(plan, part.batches, scale, flag, weights=weights)
+        flag.add(part.flags.values())
+        every += totals
     if len(every) == 1:
         return every[0]  # they hold the scale
-    totals = torch.stack(every).sum(0) if every else torch.zeros(TOTALS, dtype=torch.float64, device=scale.device)
+    summed = torch.stack(every).sum(0) if every else torch.zeros(TOTALS, dtype=torch.float64, device=scale.device)
     if ranks is not None:
-        write_scales(totals[SCALES:], scale)
-    return totals
-
-
-def _measure_one(scaler: GradScaler, part: Part) -> list[Tensor]:
-    """Check one optimizer's gradients, and return each batch's totals, each gradient divided by its replicas."""
-    plan = part.plan
-    flag = part.flag = new_flag(scaler, part.step)
-    part.batches = plan.collect(allow_fp16=scaler._ours.allow_fp16, summed=True)
-    choose_backends(part.batches, plan.requested, clips=True)
-    replicas = _replicas_of_gradients(plan, part.replicas)
-    weights = [_weights(batch, replicas) for batch in part.batches]
-    part.flags, totals = passes.check(plan, part.batches, scaler._scale, flag, weights=weights)
-    flag.add(part.flags.values())
-    return totals
+        write_scales(summed[SCALES:], scale)
+    return summed
 
 
 def agree_on_norm(scaler: GradScaler, parts: Sequence[Part], totals: Tensor, together: Ranks | None) -> None:
