@@ -134,12 +134,11 @@ def _step_with_scale(
         for each in (optimizer,) if inner is optimizer else (optimizer, inner):
             each.grad_scale, each.found_inf = product, found_inf
         result = optimizer.step(*args, **kwargs)
-    except BaseException:
+        own = None  # it was for this step
+    finally:
         remove_scale(optimizer, inner)
         if own is not None:
             inner.grad_scale = own
-        raise
-    remove_scale(optimizer, inner)
     return result
 
 
