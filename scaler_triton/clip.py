@@ -234,7 +234,7 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) 
     with suppress(Exception):
         numbers = failed_sums(scaler._ours.steps.measures) if request.at_once else [0.0, 1.0, 1.0]
         values = torch.tensor(numbers, dtype=torch.float64, device=scaler._scale.device)
-        (ranks.maximum_ if request.norm_type == math.inf else ranks.sum_)(values)
+        ranks.reduce_(values, "MAX" if request.norm_type == math.inf else "SUM")
 
 
 def _read(
@@ -274,7 +274,7 @@ def _write_(read: tuple[list[Tensor], Tensor], ranks: Ranks | None, request: Req
     """
     (grads, terms), order = read, request.norm_type
     if ranks is not None:
-        (ranks.maximum_ if order == math.inf else ranks.sum_)(terms)
+        ranks.reduce_(terms, "MAX" if order == math.inf else "SUM")
     term, is_nan, bad = terms
     norm, flag = term if order == math.inf else term ** (1.0 / order), (bad != 0).float()
     norm = torch.where(is_nan != 0, math.nan, norm).float()

@@ -45,18 +45,11 @@ class Ranks:
     groups: tuple[ProcessGroup, ...]  # theirs, or one for each dimension of a mesh, reduced over one by one
     ranks: tuple[int, ...]  # global ones in ascending order; for a bare group its own numbers
 
-    def maximum_(self, values: Tensor) -> None:
-        """Replace `values` (fp32 or fp64, shape (n,), any device) by their elementwise maximum over the ranks."""
-        self._all_reduce_(values, dist.ReduceOp.MAX)
-
-    def sum_(self, values: Tensor) -> None:
-        """Replace `values` (as for `maximum_`) by their sums over the ranks."""
-        self._all_reduce_(values, dist.ReduceOp.SUM)
-
-    def _all_reduce_(self, values: Tensor, op: Any) -> None:
+    def reduce_(self, values: Tensor, op: str) -> None:
+        """Replace `values` (fp32 or fp64, shape (n,), any device) by their elementwise MAX or SUM over the ranks."""
         for group in self.groups:
             carrier = values.to(_serving_device(group, values.device))  # `values` itself where that is its device
-            dist.all_reduce(carrier, op=op, group=group)
+            dist.all_reduce(carrier, op=getattr(dist.ReduceOp, op), group=group)
             if carrier is not values:
                 values.copy_(carrier)
 

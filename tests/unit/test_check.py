@@ -36,8 +36,7 @@ def call(scaler: Any, how: str, optimizer: Any) -> None:
 def reductions(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     """What this rank, one of two, reduces to a maximum or a sum."""
     seen: list[list[float]] = []
-    for name in ("maximum_", "sum_"):
-        monkeypatch.setattr(ranks.Ranks, name, lambda self, values: seen.append(values.tolist()))
+    monkeypatch.setattr(ranks.Ranks, "reduce_", lambda self, values, op: seen.append(values.tolist()))
     return seen
 
 

@@ -266,8 +266,8 @@ def test_a_reduction_is_made_over_each_group_in_turn_and_comes_back(away: bool, 
     monkeypatch.setattr(ranks, "_serving_device", lambda group, device: torch.device("cpu", 0) if away else device)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     both = Ranks(("one", "two"), (0, 1, 2, 3))  # type: ignore[arg-type]
-    both.maximum_(status)
-    both.sum_(status)
+    both.reduce_(status, "MAX")
+    both.reduce_(status, "SUM")
     operations = [dist.ReduceOp.MAX] * 2 + [dist.ReduceOp.SUM] * 2
     assert sent == list(zip(operations, ["one", "two"] * 2, [not away] * 4, strict=True))
     assert status.tolist() == [4.0, 5.0]

@@ -125,7 +125,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/ranks.py": [
         ("if ours.guard is not None and not is_in_a_group(process_group):", "if False:", _GUARD),
-        ("dist.all_reduce(carrier, op=op, group=group)", "dist.all_reduce(carrier, op=dist.ReduceOp.SUM, group=group)"),
+        ("op=getattr(dist.ReduceOp, op)", "op=dist.ReduceOp.SUM"),
     ],
     "scaler_triton/report.py": [
         ("generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1", "generation = counters[SKIPPED]"),
