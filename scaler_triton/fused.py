@@ -85,8 +85,7 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
         if divides and step["found_inf_per_device"]:  # it may have divided some of the gradients
             step_failed(scaler, step, agreed=True)
         raise
-    found_inf = any_flag(step["found_inf_per_device"].values(), scaler._scale.device)
-    step.stepped(step.own_flag(exposed=True) or found_inf)
+    step.stepped(step.own_flag(exposed=True) or any_flag(step["found_inf_per_device"].values(), scaler._scale.device))
     return result
 
 
