@@ -96,7 +96,7 @@ def _clip_scaled(
             read: Any = check.measure(scaler, parts, ranks)
         else:
             read = _unscale(scaler, parts, request)
-    except Exception:
+    except Exception:  # the other ranks wait in the norm's reduction
         report()
         raise
     try:
