@@ -36,7 +36,7 @@ from scaler_triton.headroom import HeadroomRule, Reader
 from scaler_triton.kernels.abi import MEASURED_AT, SCALES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.policy import NO_LIMITS, Limits
-from scaler_triton.ranks import Membership, Ranks
+from scaler_triton.ranks import Ranks
 from scaler_triton.spikes import Guard
 from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import inverse
@@ -55,7 +55,7 @@ class Ours:
 
     __slots__ = (
         "__weakref__", "allow_fp16", "by_norm", "counters", "guard", "headroom", "home", "lagging", "limits",
-        "membership", "policies", "reader", "rows", "scale_copy", "sharded", "steps",
+        "policies", "reader", "rows", "scale_copy", "sharded", "steps", "warned",
     )  # fmt: skip
 
     def __init__(self, sharded: bool) -> None:
@@ -69,7 +69,7 @@ class Ours:
         self.lagging = LaggingCounters()
         self.steps = Steps(self.counters, usual_backend())
         self.scale_copy = HostCopy()  # for `metrics`
-        self.membership = Membership(sharded)
+        self.warned: set[str] = set()  # what is warned of once
         self.rows: dict[torch.device, FlagRows] = {}
         self.policies: dict[torch.device, DevicePolicy] = {}
         self.home: Home | None = None  # of the scale that was updated last
@@ -78,7 +78,6 @@ class Ours:
         """Make it that of a guard, whose ranks all agree if there are several, and whose gradients are not scaled."""
         self.guard, self.sharded, self.allow_fp16 = guard, True, True
         self.by_norm = guard.sigma is not None
-        self.membership = Membership(True, alone=True)
 
     def rows_on(self, device: torch.device) -> FlagRows:
         """Return the rows of flags on a device, made once."""
@@ -161,27 +160,22 @@ class Part:
 
 def measure(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None) -> Tensor:
     """Check optimizers' gradients; return this rank's totals of their norm, on the scale's device."""
-    scale = scaler._scale
-    every = [total for part in parts for total in _measure_one(scaler, part)]
+    scale, every = scaler._scale, []
+    for part in parts:
+        plan, flag = part.plan, new_flag(scaler, part.step)
+        part.flag, part.batches = flag, plan.collect(allow_fp16=scaler._ours.allow_fp16, summed=True)
+        choose_backends(part.batches, plan.requested, clips=True)
+        replicas = _replicas_of_gradients(plan, part.replicas)
+        weights = [_weights(batch, replicas) for batch in part.batches]
+        part.flags, totals = passes.check(plan, part.batches, scale, flag, weights=weights)
+        flag.add(part.flags.values())
+        every += totals
     if len(every) == 1:
         return every[0]  # they hold the scale
-    totals = torch.stack(every).sum(0) if every else torch.zeros(TOTALS, dtype=torch.float64, device=scale.device)
+    summed = torch.stack(every).sum(0) if every else torch.zeros(TOTALS, dtype=torch.float64, device=scale.device)
     if ranks is not None:
-        write_scales(totals[SCALES:], scale)
-    return totals
-
-
-def _measure_one(scaler: GradScaler, part: Part) -> list[Tensor]:
-    """Check one optimizer's gradients, and return each batch's totals, each gradient divided by its replicas."""
-    plan = part.plan
-    flag = part.flag = new_flag(scaler, part.step)
-    part.batches = plan.collect(allow_fp16=scaler._ours.allow_fp16, summed=True)
-    choose_backends(part.batches, plan.requested, clips=True)
-    replicas = _replicas_of_gradients(plan, part.replicas)
-    weights = [_weights(batch, replicas) for batch in part.batches]
-    part.flags, totals = passes.check(plan, part.batches, scaler._scale, flag, weights=weights)
-    flag.add(part.flags.values())
-    return totals
+        write_scales(summed[SCALES:], scale)
+    return summed
 
 
 def agree_on_norm(scaler: GradScaler, parts: Sequence[Part], totals: Tensor, together: Ranks | None) -> None:
@@ -237,9 +231,9 @@ def ranks_of(scaler: GradScaler, plan: GradPlan, *joint: GradPlan) -> Ranks | No
     ours, key = scaler._ours, (scaler.process_group, ranks.default_group(), *map(weakref.ref, joint))
     if plan.ranks is None or plan.ranks[0] != key:
         held = [parameter for each in (plan, *joint) for parameter in each.parameters]
-        plan.ranks = key, ours.membership.find(held, scaler.process_group)
+        plan.ranks = key, ranks.find(ours, held, scaler.process_group)
         others = [step.plan.ranks for step in ours.steps.all() if step.plan is not None and step.plan.ranks is not None]
-        ours.membership.warn_if_apart(plan.ranks[1], [theirs for their_key, theirs in others if their_key == key])
+        ranks.warn_if_apart(ours, plan.ranks[1], [theirs for their_key, theirs in others if their_key == key])
     return plan.ranks[1]
 
 
@@ -312,7 +306,7 @@ def ranks_that_wait(scaler: GradScaler, optimizers: Sequence[Any]) -> Ranks | No
     Where there is no scale yet it is made: the others back off in `update`, and so must this rank.
     """
     with suppress(Exception):  # such as an illegal process_group, which fails on every rank
-        together = scaler._ours.membership.find(parameters_of(*optimizers), scaler.process_group)
+        together = ranks.find(scaler._ours, parameters_of(*optimizers), scaler.process_group)
         if together is not None and (scaler._scale is None or scaler._growth_tracker is None):
             scaler._lazy_init_scale_growth_tracker(_home_of(scaler, optimizers))
         return together
@@ -326,8 +320,7 @@ def fail_early(scaler: GradScaler, optimizer: Any, *, by_step: bool) -> None:
         if together is not None:
             step = scaler._ours.steps.open(optimizer)
             fail(scaler, step, optimizer, together)
-            if by_step:
-                step.raised = True
+            step.raised |= by_step
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:

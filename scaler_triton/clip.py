@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from types import GeneratorType
@@ -21,23 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scaler_triton import gradients, passes, policy, torch_ops
-from scaler_triton.check import (
-    OUR_METHODS,
-    Part,
-    agree_on_norm,
-    begin_anew,
-    fail,
-    flags_on,
-    has_flag,
-    measure,
-    open_window,
-    ranks_of,
-    ranks_that_wait,
-    replicas_in,
-    require_scale,
-    step_failed,
-)
+from scaler_triton import check, gradients, passes, policy, torch_ops
+from scaler_triton.check import OUR_METHODS, Part
 from scaler_triton.dispatch import stacklevel
 from scaler_triton.flag import any_flag, failed_sums, fp32_on
 from scaler_triton.kernels.abi import OVERFLOWS
@@ -91,38 +76,64 @@ def clip_grad_norm_(
         is_ours = {getattr(each, "__func__", None) for each in (scaler.unscale_, scaler._unscale_grads_)} <= OUR_METHODS
         at_once = chosen is None and order == 2.0 and is_ours
         request = Request(bound, order, error_if_nonfinite, chosen, at_once)
-        if scaler._enabled:
-            parts, ranks = _open(scaler, together, request, model)
-            clip = _clip_at_once if at_once else _clip_by_passes
-            norm, refused = clip(scaler, parts, ranks, request)
-            scaler._ours.steps.unfinished = True
-            for part in parts:
-                part.step.clipped = True
-        else:
-            norm, refused = _clip_unscaled(scaler, parameters_of(*together), request, model)
+        clip = _clip_scaled if scaler._enabled else _clip_unscaled
+        norm, refused = clip(scaler, together, request, model)
         if refused:
             raise RuntimeError(_NONFINITE.format(order))
         return norm
 
 
-def _open(
+def _clip_scaled(
     scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None
+) -> tuple[Tensor, bool]:
+    """Unscale and clip; return the norm, and whether it must raise, so that nothing was clipped."""
+    report = partial(_fail_together, scaler, optimizers, request)
+    parts, ranks = _open(scaler, optimizers, request, model, report)
+    try:
+        if request.at_once:
+            for part in parts:
+                part.step.outcome = None
+            read: Any = check.measure(scaler, parts, ranks)
+        else:
+            read = _unscale(scaler, parts, request)
+    except Exception:  # the other ranks wait in the norm's reduction
+        report()
+        raise
+    try:
+        if request.at_once:
+            norm, refused = _clip_at_once(scaler, parts, ranks, request, read)
+        else:
+            norm, flag, refused = _write_(read, ranks, request)
+            for part in parts if len(parts) > 1 or ranks is not None else ():
+                _take_flag(scaler, part, flag, ranks)
+    except BaseException:  # gradients are half written
+        for part in parts:
+            check.step_failed(scaler, part.step)
+        raise
+    finally:
+        for part in parts:
+            part.step.clipped = True
+    scaler._ours.steps.unfinished = True
+    return norm, refused
+
+
+def _open(
+    scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None, report: check.Report
 ) -> tuple[list[Part], Ranks | None]:
     """Return the steps to be clipped, and the ranks that share their norm; an error is reported to these."""
-    report = partial(_fail_together, scaler, optimizers, request)
     if scaler._scale is None or scaler._growth_tracker is None:
-        require_scale(scaler, "clip_grad_norm_", optimizers, report)
+        check.require_scale(scaler, "clip_grad_norm_", optimizers, report)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
     if scaler._ours.guard is not None:
-        begin_anew(scaler, steps, report, by_check=request.chosen is None)
+        check.begin_anew(scaler, steps, report, by_check=request.chosen is None)
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
     try:
         for step in steps:
-            open_window(scaler, step)
+            check.open_window(scaler, step)
         plans = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, optimizers, strict=True)]
-        ranks = ranks_of(scaler, *plans)
-        replicas = [replicas_in(plan, ranks, model) for plan in plans]
+        ranks = check.ranks_of(scaler, *plans)
+        replicas = [check.replicas_in(plan, ranks, model) for plan in plans]
     except ValueError:  # a wrong argument raises on all ranks
         raise
     except Exception:
@@ -131,81 +142,65 @@ def _open(
     return list(map(Part, optimizers, steps, plans, replicas)), ranks
 
 
-def _clip_at_once(scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request) -> tuple[Tensor, bool]:
-    """Clip by the 2-norm of the checking pass; return it, and whether it must raise, so that nothing was clipped."""
+def _clip_at_once(
+    scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request, totals: Tensor
+) -> tuple[Tensor, bool]:
+    """Clip by the 2-norm of the checking pass, whose totals these are; return as `_clip_scaled` does."""
     scale = scaler._scale
-    with _failure_joins(scaler, parts, request):
-        for part in parts:
-            part.step.outcome = None
-        totals = measure(scaler, parts, ranks)
-    with _failure_skips(scaler, parts):
-        agree_on_norm(scaler, parts, totals, ranks)
-        refused = request.error_if_nonfinite and not math.isfinite(torch_ops.norm_of(totals).item())
-        for part in parts:
-            if ranks is not None:
-                if refused:
-                    part.flag.read_sums(totals)
-            elif len(parts) > 1 and has_flag(scaler, part.flags, ranks):
-                part.flag.share(totals[OVERFLOWS])
-        if refused:
-            totals[OVERFLOWS] = 1.0  # nothing is clipped then
-        size = 0 if refused or ranks is None else len(ranks.ranks)
-        norm: Tensor | None = None
-        for part in parts:
-            status = part.flag.status if size else None  # to be computed from the totals, by the first kernel or below
-            for batch in part.batches:
-                device = batch.layout.device
-                here = device == totals.device
-                local = totals if here else totals.to(device, non_blocking=device.type != "cpu")
-                number = fp32_on(device, scale)
-                got, wrote = passes.clip_batch_(batch, number, local, request.max_norm, status if here else None, size)
-                norm, status = got if here else norm, None if wrote else status
-            if status is not None:
+    check.agree_on_norm(scaler, parts, totals, ranks)
+    refused = request.error_if_nonfinite and not math.isfinite(torch_ops.norm_of(totals).item())
+    for part in parts:
+        if ranks is not None:
+            if refused:
                 part.flag.read_sums(totals)
-            part.step.checked(part.flag, flags_on(scaler, part.flag, part.flags, part.plan, ranks), divided=True)
+        elif len(parts) > 1 and check.has_flag(scaler, part.flags, ranks):
+            part.flag.share(totals[OVERFLOWS])
+    if refused:
+        totals[OVERFLOWS] = 1.0  # nothing is clipped then
+    size = 0 if refused or ranks is None else len(ranks.ranks)
+    norm: Tensor | None = None
+    for part in parts:
+        status = part.flag.status if size else None  # to be computed from the totals, by the first kernel or below
+        for batch in part.batches:
+            device = batch.layout.device
+            here = device == totals.device
+            local = totals if here else totals.to(device, non_blocking=device.type != "cpu")
+            number = fp32_on(device, scale)
+            got, wrote = passes.clip_batch_(batch, number, local, request.max_norm, status if here else None, size)
+            norm, status = got if here else norm, None if wrote else status
+        if status is not None:
+            part.flag.read_sums(totals)
+        part.step.checked(part.flag, check.flags_on(scaler, part.flag, part.flags, part.plan, ranks), divided=True)
     return torch_ops.norm_of(totals) if norm is None else norm, refused
 
 
-def _clip_by_passes(
-    scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request
-) -> tuple[Tensor, bool]:
-    """Unscale the optimizers one by one, then clip the chosen gradients by one norm; return as `_clip_at_once` does."""
-    with _failure_joins(scaler, parts, request):
-        ready = [part for part in parts if part.step.phase in (READY, CARRIED)]
-        for part in ready:  # every gradient is validated before the first is written
-            part.plan.collect(allow_fp16=scaler._ours.allow_fp16)
-        for part in ready:
-            scaler.unscale_(part.optimizer)
-        flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), scaler._scale.device)
-        parameters = parameters_of(*(part.optimizer for part in parts))
-        grads, counts = _local_gradients(parameters, chain(*(part.replicas for part in parts)), request.chosen)
-        terms = _terms_of_norm(grads, counts, request.norm_type, flag)
-    with _failure_skips(scaler, parts):
-        norm, flag = _norm_of_terms(terms, request.norm_type, ranks)
-        if len(parts) > 1 or ranks is not None:
-            for part in parts:
-                _take_flag(scaler, part, flag, ranks)
-        return norm, _multiply_(grads, norm, flag, request)
+def _unscale(scaler: GradScaler, parts: list[Part], request: Request) -> tuple[list[Tensor], Tensor]:
+    """Unscale the optimizers one by one, then `_read` the chosen gradients."""
+    ready = [part for part in parts if part.step.phase in (READY, CARRIED)]
+    for part in ready:  # every gradient is validated before the first is written
+        part.plan.collect(allow_fp16=scaler._ours.allow_fp16)
+    for part in ready:
+        scaler.unscale_(part.optimizer)
+    flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), scaler._scale.device)
+    parameters = parameters_of(*(part.optimizer for part in parts))
+    return _read(parameters, chain(*(part.replicas for part in parts)), flag, request)
 
 
 def _clip_unscaled(
-    scaler: GradScaler, parameters: Sequence[Tensor], request: Request, model: nn.Module | None
+    scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None
 ) -> tuple[Tensor, bool]:
     """Clip as torch does, for a disabled scaler; if it is sharded, or ranks hold shards, over all ranks."""
-    group = scaler.process_group
-    on_fsdp1 = gradients.has_fsdp1(parameters)
-    together = (scaler._ours.sharded or group is not None or on_fsdp1) and several_ranks()
+    group, parameters = scaler.process_group, parameters_of(*optimizers)
+    together = several_ranks() and (scaler._ours.sharded or group is not None or gradients.has_fsdp1(parameters))
     # torch's norm is right only if this rank holds whole gradients.
-    if not together and (on_fsdp1 or all(each is None for each in map(gradients.dtensor_spec, parameters))):
+    if not together and all(each is None for each in map(gradients.dtensor_spec, parameters)):
         clipped = [p for p in parameters if request.chosen is None or id(p) in request.chosen]
         options = request.max_norm, request.norm_type, request.error_if_nonfinite
         return torch.nn.utils.clip_grad_norm_(clipped, *options), False
     ranks = group_ranks(parameters, group) if together or group is not None else mesh_ranks(parameters)
-    grads, counts = _local_gradients(parameters, replicas_of(parameters, ranks, model), request.chosen)
-    home = parameters[0].device if len(parameters) else torch.device("cpu")
-    flag = torch.zeros((), dtype=torch.float32, device=home)
-    norm, _ = _norm_of_terms(_terms_of_norm(grads, counts, request.norm_type, flag), request.norm_type, ranks)
-    return norm, _multiply_(grads, norm, flag, request)
+    flag = torch.zeros((), dtype=torch.float32, device=parameters[0].device if parameters else "cpu")
+    norm, _, refused = _write_(_read(parameters, replicas_of(parameters, ranks, model), flag, request), ranks, request)
+    return norm, refused
 
 
 def _take_flag(scaler: GradScaler, part: Part, shared: Tensor, ranks: Ranks | None) -> None:
@@ -214,108 +209,81 @@ def _take_flag(scaler: GradScaler, part: Part, shared: Tensor, ranks: Ranks | No
     flag, flags = step.own_flag(scaler._ours.steps.exposed), step["found_inf_per_device"]
     if flag is not None:
         flag.share(shared)
-        step["found_inf_per_device"] = flags_on(scaler, flag, flags, part.plan, ranks)
+        step["found_inf_per_device"] = check.flags_on(scaler, flag, flags, part.plan, ranks)
     else:
         step["found_inf_per_device"] = {device: shared.to(device, copy=True) for device in flags}
 
 
-@contextmanager
-def _failure_joins(scaler: GradScaler, parts: list[Part], request: Request) -> Iterator[None]:
-    """After an error before the norm's reduction, join that reduction, as the other ranks wait there."""
-    try:
-        yield
-    except Exception:
-        _fail_together(scaler, [part.optimizer for part in parts], request)
-        raise
-
-
-@contextmanager
-def _failure_skips(scaler: GradScaler, parts: Sequence[Part]) -> Iterator[None]:
-    """After an error, which leaves gradients half written, skip their steps."""
-    try:
-        yield
-    except BaseException:
-        for part in parts:
-            step_failed(scaler, part.step)
-            part.step.clipped = True
-        raise
-
-
 def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) -> None:
     """After an error skip the steps, and join the reductions of checks and norm in which the other ranks wait."""
-    ranks = ranks_that_wait(scaler, optimizers)
+    ranks = check.ranks_that_wait(scaler, optimizers)
     if ranks is None:
         return
     steps = [scaler._ours.steps.open(each) for each in optimizers]
     with suppress(Exception):  # here and below: the caller is raising already, and the others wait
         for step, optimizer in zip(steps, optimizers, strict=True):
             if not request.at_once and step.phase in (READY, CARRIED):
-                fail(scaler, step, optimizer)
+                check.fail(scaler, step, optimizer)
     with suppress(Exception):
         chosen = request.chosen
         gradients.reduce_(each for each in parameters_of(*optimizers) if chosen is None or id(each) in chosen)
     with suppress(Exception):
         for step in steps:
             step.clipped = True
-            step_failed(scaler, step)
+            check.step_failed(scaler, step)
     with suppress(Exception):
         numbers = failed_sums(scaler._ours.steps.measures) if request.at_once else [0.0, 1.0, 1.0]
         values = torch.tensor(numbers, dtype=torch.float64, device=scaler._scale.device)
-        (ranks.maximum_ if request.norm_type == math.inf else ranks.sum_)(values)
+        ranks.reduce_(values, "MAX" if request.norm_type == math.inf else "SUM")
 
 
-def _local_gradients(
-    parameters: Iterable[Tensor], replicas: Iterable[int], chosen: Container[int] | None
-) -> tuple[list[Tensor], list[int]]:
-    """Return this rank's shards of the chosen gradients, first reduced where needed, and how many ranks hold each."""
-    grads, counts = [], []
+def _read(
+    parameters: Iterable[Tensor], replicas: Iterable[int], flag: Tensor, request: Request
+) -> tuple[list[Tensor], Tensor]:
+    """Return this rank's shards of the chosen gradients, first reduced where needed, and its terms for `_write_`.
+
+    The terms are fp64, [3], on the device of the flag (fp32, `()`); `replicas` says how many ranks hold each parameter.
+    """
+    order, grads = request.norm_type, []
+    norms, weights = [torch.zeros((), dtype=torch.float64, device=flag.device)], [1.0]
     for parameter, count in zip(parameters, replicas, strict=True):
-        if parameter.grad is None or (chosen is not None and id(parameter) not in chosen):
+        if parameter.grad is None or (request.chosen is not None and id(parameter) not in request.chosen):
             continue
         gradients.reduce_([parameter])
         local = gradients.local_tensor(parameter.grad)
-        grads.append(gradients.sparse_values(local) if local.layout is torch.sparse_coo else local)
+        local = gradients.sparse_values(local) if local.layout is torch.sparse_coo else local
+        grads.append(local)
         if gradients.is_dtensor(parameter) and gradients.is_dtensor(parameter.grad):
             count = count * gradients.num_shards(parameter) // gradients.num_shards(parameter.grad)
-        counts.append(count)
-    return grads, counts
-
-
-def _terms_of_norm(grads: Sequence[Tensor], counts: Sequence[int], order: float, flag: Tensor) -> Tensor:
-    """Return this rank's contribution to `_norm_of_terms`, fp64, [3], on the device of the flag (fp32, `()`)."""
-    norms, weights = [torch.zeros((), dtype=torch.float64, device=flag.device)], [1.0]
-    for grad, count in zip(grads, counts, strict=True):
-        if grad.numel():
-            norms.append(torch.linalg.vector_norm(grad, order, dtype=torch.float64).to(flag.device))
+        if local.numel():
+            norms.append(torch.linalg.vector_norm(local, order, dtype=torch.float64).to(flag.device))
             weights.append(1.0 / count)
     if order == math.inf:
         term = torch.stack(norms).amax()
     else:
         term = torch.stack(torch._foreach_mul(torch._foreach_pow(norms, order), weights)).sum()
     is_nan = term.isnan()  # in a number of its own, as a MAX reduction may drop NaN
-    return torch.stack([torch.where(is_nan, 0.0, term), is_nan.double(), flag.double()])
+    return grads, torch.stack([torch.where(is_nan, 0.0, term), is_nan.double(), flag.double()])
 
 
-def _norm_of_terms(terms: Tensor, order: float, ranks: Ranks | None) -> tuple[Tensor, Tensor]:
-    """Return the norm of all ranks' gradients, each shard counted once, and their flag, by one reduction and no wait.
+def _write_(read: tuple[list[Tensor], Tensor], ranks: Ranks | None, request: Request) -> tuple[Tensor, Tensor, bool]:
+    """Clip what `_read` returned by the norm of all ranks' gradients; return it, their flag, and if it is refused.
 
+    One reduction gives norm and flag, each shard counted once:
     (sum over ranks and shards of abs(g) ** order / replicas) ** (1 / order), for inf the largest abs(g)
     """
+    (grads, terms), order = read, request.norm_type
     if ranks is not None:
-        (ranks.maximum_ if order == math.inf else ranks.sum_)(terms)
-    term, is_nan, flag = terms
-    norm = term if order == math.inf else term ** (1.0 / order)
-    return torch.where(is_nan != 0, math.nan, norm).float(), (flag != 0).float()
-
-
-def _multiply_(grads: Sequence[Tensor], norm: Tensor, flag: Tensor, request: Request) -> bool:
-    """Multiply gradients of any devices by the clip coefficient, as torch does; return True if the norm is refused."""
+        ranks.reduce_(terms, "MAX" if order == math.inf else "SUM")
+    term, is_nan, bad = terms
+    norm, flag = term if order == math.inf else term ** (1.0 / order), (bad != 0).float()
+    norm = torch.where(is_nan != 0, math.nan, norm).float()
     if request.error_if_nonfinite and not math.isfinite(norm.item()):
-        return True
+        return norm, flag, True
     coefficient = torch_ops.coefficient(flag, norm, request.max_norm)
     for device in dict.fromkeys(grad.device for grad in grads):
         torch._foreach_mul_([grad for grad in grads if grad.device == device], coefficient.to(device))
-    return False
+    return norm, flag, False
 
 
 def _checked_optimizers(optimizers: Any) -> list[Any]:

@@ -132,7 +132,7 @@ class Flag:
     def agree(self, numbers: Tensor, ranks: Ranks) -> None:
         """Reduce the status to its maximum over the ranks, by one all-reduce; a sum if it measures."""
         if self.measured is None:
-            ranks.maximum_(numbers)
+            ranks.reduce_(numbers, "MAX")
             self._summed_over = 0
         else:
             sum_totals_([self], numbers, ranks)
@@ -208,10 +208,10 @@ class Flag:
 def report_failure(ranks: Ranks, device: torch.device, *, by_sums: Sequence[float] | None = None) -> None:
     """Join the reduction of a check with the failure set; `by_sums` is added where totals are summed, not a status."""
     if by_sums is not None:
-        ranks.sum_(torch.tensor(by_sums, dtype=torch.float64, device=device))
+        ranks.reduce_(torch.tensor(by_sums, dtype=torch.float64, device=device), "SUM")
         return
     status = [1.0, 1.0, -math.inf, -math.inf]  # no scale: the others compare theirs
-    ranks.maximum_(torch.tensor(status, dtype=torch.float32, device=device))
+    ranks.reduce_(torch.tensor(status, dtype=torch.float32, device=device), "MAX")
 
 
 def failed_sums(measures: bool) -> list[float]:
@@ -242,13 +242,13 @@ def sum_totals_(flags: Sequence[Flag], totals: Tensor, ranks: Ranks) -> None:
     """
     row = flags[0].measured
     if row is None:
-        ranks.sum_(totals)
+        ranks.reduce_(totals, "SUM")
     else:
         for other in flags[1:]:
             combine_(row, other.measured)
             other.measured.zero_()  # type: ignore[union-attr]
         sums = torch.cat([totals, _packed(row)])
-        ranks.sum_(sums)
+        ranks.reduce_(sums, "SUM")
         totals.copy_(sums[: abi.TOTALS])
         _unpack_(row, sums[abi.TOTALS :])
     for flag in flags:

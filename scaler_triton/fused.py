@@ -85,8 +85,7 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
         if divides and step["found_inf_per_device"]:  # it may have divided some of the gradients
             step_failed(scaler, step, agreed=True)
         raise
-    found_inf = any_flag(step["found_inf_per_device"].values(), scaler._scale.device)
-    step.stepped(step.own_flag(exposed=True) or found_inf)
+    step.stepped(step.own_flag(exposed=True) or any_flag(step["found_inf_per_device"].values(), scaler._scale.device))
     return result
 
 
@@ -134,12 +133,11 @@ def _step_with_scale(
         for each in (optimizer,) if inner is optimizer else (optimizer, inner):
             each.grad_scale, each.found_inf = product, found_inf
         result = optimizer.step(*args, **kwargs)
-    except BaseException:
+        own = None  # it was for this step
+    finally:
         remove_scale(optimizer, inner)
         if own is not None:
             inner.grad_scale = own
-        raise
-    remove_scale(optimizer, inner)
     return result
 
 

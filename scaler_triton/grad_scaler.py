@@ -35,7 +35,7 @@ from scaler_triton.kernels.abi import MAX_SCALE, STATUS
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.report import Model, OverflowReport
 from scaler_triton.spikes import Guard
-from scaler_triton.step import CARRIED, FAILED, READY, UNSCALED, OptimizerStep, Steps
+from scaler_triton.step import CARRIED, FAILED, READY, STEPPED, UNSCALED, OptimizerStep, Steps
 from scaler_triton.update import LaggingCounters, ScalerStats
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
@@ -275,7 +275,8 @@ class GradScaler(torch.amp.GradScaler):
         if step.phase is not READY:
             if step.phase is CARRIED:
                 resume(self, step, optimizer)
-            step.require_steppable()
+            if step.phase is STEPPED:
+                raise RuntimeError("step() has already been called since the last update().")
         step.raised, step.fresh, step.running = False, False, True
         try:
             if step.phase is FAILED:
@@ -525,7 +526,7 @@ class GradScaler(torch.amp.GradScaler):
         if ours.limits != NO_LIMITS or ours.headroom is not None:
             state[KEY] = policy.to_checkpoint(ours.limits, ours.counters.read())
         if ours.guard is not None:
-            state[KEY][WINDOWS] = ours.guard.numbers(ours.steps.all())[-1]
+            state[KEY][WINDOWS] = ours.guard.numbers()[-1]
         if ours.headroom is not None:
             exponents, cap = ours.headroom.remembered()
             state[KEY][HEADROOM] = {"exponents": exponents, "cap": cap}
@@ -640,7 +641,7 @@ class GradScaler(torch.amp.GradScaler):
             state["_scale"] = state["_growth_tracker"] = None
         # Plain numbers: otherwise the pickle would name the modules of our classes.
         numbers = {"limits": tuple(ours.limits), "backend": ours.steps.requested, "counters": ours.counters.read()}
-        guard = None if ours.guard is None else ours.guard.numbers(ours.steps.all())
+        guard = None if ours.guard is None else ours.guard.numbers()
         flags = {"allow_fp16_grads": ours.allow_fp16, "measure": ours.steps.measures}
         headroom = ours.headroom and (ours.headroom.bits, ours.headroom.window, *ours.headroom.remembered())
         state[_COUNTED] = {**numbers, **flags, "guard": guard, "headroom": headroom}

@@ -23,19 +23,7 @@ import torch
 from torch import Tensor
 
 from scaler_triton.flag import Flag, OnDevice
-from scaler_triton.kernels.abi import (
-    CAP,
-    EXPONENTS,
-    FP16_EXPONENT,
-    HEADROOM_HEADER,
-    LARGEST,
-    MAX_SCALE,
-    MEASURED_AT,
-    MEASURED_ROW,
-    SEEN,
-    SUBNORMAL,
-    ZEROS,
-)
+from scaler_triton.kernels import abi
 from scaler_triton.text import count_of
 
 FP16_MAX = 65504.0
@@ -103,9 +91,9 @@ class Reader:
 def _summary(rows: Iterable[Sequence[float]]) -> Headroom:
     largest = scaled = zeros = subnormal = seen = 0.0
     for row in rows:
-        if row[SEEN]:
-            largest, scaled = max(largest, row[LARGEST] / row[MEASURED_AT]), max(scaled, row[LARGEST])
-            zeros, subnormal, seen = zeros + row[ZEROS], subnormal + row[SUBNORMAL], seen + row[SEEN]
+        if row[abi.SEEN]:
+            largest, scaled = max(largest, row[abi.LARGEST] / row[abi.MEASURED_AT]), max(scaled, row[abi.LARGEST])
+            zeros, subnormal, seen = zeros + row[abi.ZEROS], subnormal + row[abi.SUBNORMAL], seen + row[abi.SEEN]
     bits = math.log2(FP16_MAX / scaled) if scaled else math.inf
     return Headroom(largest, bits, zeros / max(seen, 1.0), subnormal / max(seen, 1.0), int(seen))
 
@@ -114,15 +102,15 @@ class HeadroomRule(OnDevice):
     """The window and the cap of `scale_policy="headroom"`, in the order of `kernels.abi`."""
 
     def __init__(self, bits: int, window: int) -> None:
-        super().__init__([0.0, MAX_SCALE, *[0.0] * window])
+        super().__init__([0.0, abi.MAX_SCALE, *[0.0] * window])
         self.bits, self.window = bits, window
 
     def remembered(self) -> tuple[list[int], float]:
         """Return the exponents, oldest first, and the cap, waiting for the device."""
         values = self.read()
-        count, ring = int(values[EXPONENTS]), values[HEADROOM_HEADER:]
+        count, ring = int(values[abi.EXPONENTS]), values[abi.HEADROOM_HEADER :]
         known = range(max(0, count - self.window), count)
-        return [int(ring[number % self.window]) for number in known], values[CAP]
+        return [int(ring[number % self.window]) for number in known], values[abi.CAP]
 
     def restore(self, exponents: Sequence[int], cap: float) -> None:
         """Replace exponents and cap, of more than the window holds by the last ones."""
@@ -133,11 +121,11 @@ class HeadroomRule(OnDevice):
         """Return the largest gradient that steps' checks have measured, as a row at scale 1, fp64 [1, MEASURED_ROW]."""
         flags = [getattr(step, "flag", None) for step in checked]  # other code may have put plain dicts there
         rows = [flag.measured.to(device)[None] for flag in flags if flag is not None and flag.measured is not None]
-        row = torch.zeros(1, MEASURED_ROW, dtype=torch.float64, device=device)
-        row[0, MEASURED_AT] = 1.0
+        row = torch.zeros(1, abi.MEASURED_ROW, dtype=torch.float64, device=device)
+        row[0, abi.MEASURED_AT] = 1.0
         found = torch.cat([row, *rows])
-        unscaled = found[:, LARGEST] / found[:, MEASURED_AT]
-        row[0, LARGEST] = torch.where(unscaled > 0, unscaled, 0.0).amax()  # NaN where nothing was measured yet
+        unscaled = found[:, abi.LARGEST] / found[:, abi.MEASURED_AT]
+        row[0, abi.LARGEST] = torch.where(unscaled > 0, unscaled, 0.0).amax()  # NaN where nothing was measured yet
         return row
 
     def options(self, measured: Any) -> dict[str, Any]:
@@ -146,14 +134,14 @@ class HeadroomRule(OnDevice):
 
     def scale_below(self, cap: Tensor, scale: Tensor, measured: Tensor, bad: Tensor) -> Tensor:
         """Return the scale after a good update, fp64, and remember the largest gradient unless the update was `bad`."""
-        values, unscaled = self.on(cap.device), measured[0, LARGEST] / measured[0, MEASURED_AT]
-        count, ring = values[EXPONENTS].long(), values[HEADROOM_HEADER:]
+        values, unscaled = self.on(cap.device), measured[0, abi.LARGEST] / measured[0, abi.MEASURED_AT]
+        count, ring = values[abi.EXPONENTS].long(), values[abi.HEADROOM_HEADER :]
         enters, slot = (unscaled > 0) & ~bad, (count % self.window).reshape(1)
         exponent = (torch.frexp(unscaled)[1] - 1).double().clamp(min=-1023.0)
         ring.index_copy_(0, slot, torch.where(enters, exponent, ring[slot]))
         count = count + enters
-        values[EXPONENTS] = count
+        values[abi.EXPONENTS] = count
         place = torch.arange(self.window, device=cap.device)
         top = torch.where(place < count, ring, -4096.0).amax()
-        target = torch.ldexp(torch.ones_like(top), (FP16_EXPONENT - self.bits - top).clamp(-1022, 1023).int())
+        target = torch.ldexp(torch.ones_like(top), (abi.FP16_EXPONENT - self.bits - top).clamp(-1022, 1023).int())
         return torch.where(count > 0, torch.minimum(target, cap.double()), scale.double())

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from scaler_triton.check import Ours
+
 # Whether a GradScaler that finds FSDP1 parameters raises instead of warning: set by `patch_torch(strict=True)`.
 strict = False
 
@@ -43,52 +45,39 @@ class Ranks:
     groups: tuple[ProcessGroup, ...]  # theirs, or one for each dimension of a mesh, reduced over one by one
     ranks: tuple[int, ...]  # global ones in ascending order; for a bare group its own numbers
 
-    def maximum_(self, values: Tensor) -> None:
-        """Replace `values` (fp32 or fp64, shape (n,), any device) by their elementwise maximum over the ranks."""
-        self._all_reduce_(values, dist.ReduceOp.MAX)
-
-    def sum_(self, values: Tensor) -> None:
-        """Replace `values` (as for `maximum_`) by their sums over the ranks."""
-        self._all_reduce_(values, dist.ReduceOp.SUM)
-
-    def _all_reduce_(self, values: Tensor, op: Any) -> None:
+    def reduce_(self, values: Tensor, op: str) -> None:
+        """Replace `values` (fp32 or fp64, shape (n,), any device) by their elementwise MAX or SUM over the ranks."""
         for group in self.groups:
             carrier = values.to(_serving_device(group, values.device))  # `values` itself where that is its device
-            dist.all_reduce(carrier, op=op, group=group)
+            dist.all_reduce(carrier, op=getattr(dist.ReduceOp, op), group=group)
             if carrier is not values:
                 values.copy_(carrier)
 
 
-class Membership:
-    """Finds the ranks that must agree on a scaler's optimizers, and warns once where they cannot be found."""
+def find(ours: Ours, parameters: Sequence[Tensor], process_group: Any) -> Ranks | None:
+    """Return the ranks that must agree on a scaler's optimizer of these parameters, None if no other rank must."""
+    if ours.guard is not None and not is_in_a_group(process_group):
+        return None
+    if ours.sharded or process_group is not None:
+        return group_ranks(parameters, process_group)
+    if several_ranks() and has_fsdp1(parameters):
+        if strict:
+            raise RuntimeError(_ON_FSDP1)
+        _warn_once(ours, _ON_FSDP1)
+    return mesh_ranks(parameters)
 
-    def __init__(self, sharded: bool, *, alone: bool = False) -> None:
-        self.sharded = sharded  # whether all ranks of the process group must agree, whatever the parameters are
-        self.alone = alone  # whether it may be used without any group
-        self._warned: set[str] = set()
 
-    def find(self, parameters: Sequence[Tensor], process_group: Any) -> Ranks | None:
-        """Return the ranks that must agree on an optimizer of these parameters, None if no other rank must."""
-        if self.alone and not is_in_a_group(process_group):
-            return None
-        if self.sharded or process_group is not None:
-            return group_ranks(parameters, process_group)
-        if several_ranks() and has_fsdp1(parameters):
-            if strict:
-                raise RuntimeError(_ON_FSDP1)
-            self._warn_once(_ON_FSDP1)
-        return mesh_ranks(parameters)
+def warn_if_apart(ours: Ours, mine: Ranks | None, others: Iterable[Ranks | None]) -> None:
+    """Warn once if another optimizer's flag is reduced over other ranks: all optimizers share one scale."""
+    for theirs in others:
+        if mine is not None and theirs is not None and theirs.ranks != mine.ranks:
+            _warn_once(ours, _APART, list(theirs.ranks), list(mine.ranks))
 
-    def warn_if_apart(self, mine: Ranks | None, others: Iterable[Ranks | None]) -> None:
-        """Warn once if another optimizer's flag is reduced over other ranks: all optimizers share one scale."""
-        for theirs in others:
-            if mine is not None and theirs is not None and theirs.ranks != mine.ranks:
-                self._warn_once(_APART, list(theirs.ranks), list(mine.ranks))
 
-    def _warn_once(self, text: str, *named: list[int]) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(text.format(*named), UserWarning, stacklevel=stacklevel())
+def _warn_once(ours: Ours, text: str, *named: list[int]) -> None:
+    if text not in ours.warned:
+        ours.warned.add(text)
+        warnings.warn(text.format(*named), UserWarning, stacklevel=stacklevel())
 
 
 def group_ranks(parameters: Iterable[Tensor], process_group: Any) -> Ranks | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from scaler_triton import ranks
 from scaler_triton.gradients import DDP_SPEC, is_dtensor, local_tensor
-from scaler_triton.kernels.abi import INF, KIND_BITS, LAST_SKIP, NAN, SKIPPED
+from scaler_triton.kernels.abi import GENERATIONS, INF, KIND_BITS, LAST_SKIP, NAN, SKIPPED
 from scaler_triton.text import count_of, error_line, one_line, rank_names, table
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _KINDS = NAN | INF
 _WORDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
-# How many generations of marks the host keeps: that of the last skip, and later ones.
-_GENERATIONS = 4
 # What FSDP1, activation checkpointing and torch.compile add to the names of wrapped modules.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _NO_NAMES = "model must be a module or what its named_parameters() gives"
@@ -50,8 +48,6 @@ class Marks:
         self._resumed: Flags = {}
         self._resumed_at: Any = -1
         self._on_host: dict[int, dict[int, int]] = {}  # by generation: the kinds found on the CPU, by parameter
-        self._source: Tensor | None = None  # the counters on the device
-        self._generation: Any = None  # the skip count, a view of them: int32, one element
         self._unmarked: set[str] = set()  # gradients that kernels check without a mark, in words
 
     def follow(self, layout: Layout, home: torch.device) -> None:
@@ -63,13 +59,10 @@ class Marks:
         if device != home:  # kernels cannot read another GPU's memory
             self._unmarked.add(f"gradients on {device}, where the scale is not")
             return
-        counters = self.counters.on(home)
-        if counters is not self._source:
-            self._source = counters
-            self._generation = counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # the low words of int64
-        layout.counters, layout.generation = counters, self._generation
+        layout.counters = counters = self.counters.on(home)
+        layout.generation = counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # the low words of int64
         for each in layout.tables.values():
-            each.mark_with(self._generation)
+            each.mark_with(layout.generation)
         if not any(layout is known for known in self.plan.layouts):
             self._unmarked.add(f"sparse and Partial gradients on {device}")
 
@@ -77,7 +70,7 @@ class Marks:
         """Mark the gradients of a batch on the CPU that are not finite."""
         generation = self.counters.read()[SKIPPED]
         seen = self._on_host.setdefault(generation, {})
-        if len(self._on_host) > _GENERATIONS:
+        if len(self._on_host) > GENERATIONS:  # as many as kernels keep: that of the last skip, and later ones
             del self._on_host[min(self._on_host)]
         for position, tensor in zip(batch.layout.positions, batch.tensors, strict=True):
             if tensor is not None:

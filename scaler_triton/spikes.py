@@ -10,8 +10,8 @@ The decision is made in fp64 and without a host wait, by `kernels/spike.py` or b
 
 from __future__ import annotations
 
-import itertools
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,6 @@ from scaler_triton.kernels import abi
 
 if TYPE_CHECKING:
     from scaler_triton.flag import Flag
-    from scaler_triton.step import OptimizerStep
     from scaler_triton.update import Counters
 
 
@@ -38,23 +37,26 @@ class Guard:
     def __init__(self, sigma: float | None, length: int, norms: Iterable[Sequence[float]] = ()) -> None:
         self.sigma, self.length = sigma, length
         self.loaded = [*norms]  # for windows that are still to be made, in their order
-        self._count = itertools.count()  # of windows made
+        # By id; those that steps still hold, in the order in which they were made, which is that of a checkpoint.
+        self._windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
 
-    def numbers(self, steps: Iterable[OptimizerStep]) -> tuple[float | None, int, list[list[float]]]:
+    def numbers(self) -> tuple[float | None, int, list[list[float]]]:
         """Return what makes an equal guard, with the norms of all windows; waits for the device."""
-        return self.sigma, self.length, [*(window.norms() for window in _windows(steps)), *map(list, self.loaded)]
+        held = [window.norms() for window in self._windows.values()]
+        return self.sigma, self.length, [*held, *map(list, self.loaded)]
 
-    def restore(self, norms: Sequence[Sequence[float]], steps: Iterable[OptimizerStep]) -> None:
+    def restore(self, norms: Sequence[Sequence[float]]) -> None:
         """Replace the norms of the windows, in the order in which their optimizers were first checked."""
         self.loaded = [*norms]
-        for window in _windows(steps):
+        for window in self._windows.values():
             window.restore(self.loaded.pop(0) if self.loaded else [])
 
     def window(self, device: torch.device, requested: str) -> Window:
         """Return a new window on `device`."""
-        made = Window(self.sigma or 0.0, self.length, device, requested, next(self._count))
+        made = Window(self.sigma or 0.0, self.length, device, requested)
         if self.loaded:
             made.restore(self.loaded.pop(0))
+        self._windows[id(made)] = made
         return made
 
 
@@ -64,9 +66,9 @@ class Window:
     The norm of the current step enters only when the next one is judged, as this one may be judged again.
     """
 
-    def __init__(self, sigma: float, length: int, device: torch.device, requested: str, number: int = 0) -> None:
+    def __init__(self, sigma: float, length: int, device: torch.device, requested: str) -> None:
         refuse_capture(device, "a guard's first step")
-        self.length, self._sigma, self.number = length, sigma, number
+        self.length, self._sigma = length, sigma
         self.by_kernel = choose(device, torch.float32, requested, task="guarding") == "triton"
         with torch.inference_mode(False):  # later steps write it outside that mode
             self.memory = torch.zeros(abi.HEADER + length, dtype=torch.float64, device=device)  # see `kernels.abi`
@@ -142,12 +144,6 @@ class Window:
             return None
         values = self.memory[: abi.HEADER].tolist()
         return (values[abi.SPIKE_NORM], values[abi.SPIKE_LIMIT]) if values[abi.SPIKE_GENERATION] == generation else None
-
-
-def _windows(steps: Iterable[OptimizerStep]) -> list[Window]:
-    """Return the steps' windows in the order in which they were made, which is that of a checkpoint."""
-    made = [step.window for step in steps if step.window is not None]
-    return sorted(made, key=lambda window: window.number)
 
 
 def _sum(values: Tensor) -> Tensor:

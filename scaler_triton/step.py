@@ -117,11 +117,6 @@ class OptimizerStep(dict[str, Any]):
         if self.phase in (UNSCALED, FAILED) and not again:
             raise RuntimeError(f"unscale_() has already been called on this optimizer since the last update().{hint}")
 
-    def require_steppable(self) -> None:
-        """Raise torch's error if `step` was already called."""
-        if self.phase is STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
-
     def checked(self, flag: Flag, flags: Flags, *, divided: bool, by_step: bool = False) -> None:
         """Store the flag that the ranks agreed on after a check, which `divided` or only read; `by_step`: in `step`."""
         if flag is not self.flag:
@@ -228,11 +223,9 @@ class Steps(dict[Any, Any]):
 
     def last(self, optimizer: Any) -> OptimizerStep | None:
         """Return the step of an optimizer, or of the one in a wrapper; None if there is none."""
-        for each in (optimizer, unwrap(optimizer)):
-            step = self.get(id(each))
-            if type(step) is OptimizerStep and id(each) in step.handles and step.handles[id(each)]() is each:
-                return step
-        return None
+        inner = unwrap(optimizer)
+        step = self.get(id(inner))
+        return step if type(step) is OptimizerStep and step.handles.get(id(inner), _nobody)() is inner else None
 
     def plan(self, step: OptimizerStep, optimizer: Any) -> GradPlan:
         """Return the plan of the optimizer's gradients, a new one if its parameters changed.
@@ -418,8 +411,5 @@ def _same_groups(groups: Any, others: Any) -> bool:
 
 
 def parameters_of(*optimizers: Any) -> list[Tensor]:
-    """Return all parameters, in order, a shared one twice; the list may be an optimizer's own: do not write it."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    if len(groups) == 1 and type(groups[0]["params"]) is list:
-        return groups[0]["params"]
-    return [parameter for group in groups for parameter in group["params"]]
+    """Return all parameters, in order, a shared one twice."""
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]

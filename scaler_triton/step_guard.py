@@ -138,7 +138,7 @@ class StepGuard(GradScaler):
                 state_dict[KEY] = {**fields, "min_scale": 1.0, "max_scale": 1.0, "hysteresis": 1}
         super().load_state_dict(state_dict)
         assert ours.guard is not None
-        ours.guard.restore(windows, ours.steps.all())
+        ours.guard.restore(windows)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:  # torch's message asks for `scale`

@@ -36,8 +36,7 @@ def call(scaler: Any, how: str, optimizer: Any) -> None:
 def reductions(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     """What this rank, one of two, reduces to a maximum or a sum."""
     seen: list[list[float]] = []
-    for name in ("maximum_", "sum_"):
-        monkeypatch.setattr(ranks.Ranks, name, lambda self, values: seen.append(values.tolist()))
+    monkeypatch.setattr(ranks.Ranks, "reduce_", lambda self, values, op: seen.append(values.tolist()))
     return seen
 
 
@@ -229,7 +228,7 @@ def test_where_the_check_is_by_a_norm_an_error_joins_the_sum(reductions: Any) ->
 @pytest.mark.usefixtures("two_ranks")
 def test_the_ranks_are_found_once_for_each_plan_and_process_group() -> None:
     scaler, optimizer = a_scaler(process_group=dist.group.WORLD), sgd([torch.ones(1)])
-    with mock.patch.object(scaler._ours.membership, "find", wraps=scaler._ours.membership.find) as find:
+    with mock.patch.object(ranks, "find", wraps=ranks.find) as find:
         for _ in range(3):
             scaler.step(optimizer)
             scaler.update()
@@ -311,7 +310,7 @@ def test_it_meets_the_others_where_their_scale_is(devices: list[str], home: str)
     optimizer: Any = SimpleNamespace(param_groups=[{"params": params}])
     with (
         mock.patch.object(scaler, "_lazy_init_scale_growth_tracker") as made,
-        mock.patch.object(scaler._ours.membership, "find", return_value=object()),
+        mock.patch.object(ranks, "find", return_value=object()),
         mock.patch.object(check, "report_failure") as met,
         mock.patch.object(check, "step_failed", lambda scaler, step: setattr(scaler, "_scale", torch.ones(()))),
         pytest.raises(AssertionError),

@@ -307,10 +307,10 @@ def test_an_overridden_unscale_is_called(norm_type: float) -> None:
     assert (scaler.clip_grad_norm_(optimizer, 1.0, norm_type).item(), seen) == (2.0, [optimizer])
 
 
-WRITING = [("at once", "passes.clip_batch_"), ("norm", "clip._norm_of_terms"), ("norm", "clip._multiply_")]
+WRITING = [("at once", "passes.clip_batch_"), ("norm", "clip._write_"), ("norm", "torch_ops.coefficient")]
 
 
-@pytest.mark.parametrize(("way", "where"), [*WRITING, ("parameters", "clip._multiply_")])
+@pytest.mark.parametrize(("way", "where"), [*WRITING, ("parameters", "torch_ops.coefficient")])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_after_a_write_that_failed_the_steps_are_skipped(way: str, where: str, error: type[BaseException]) -> None:
     optimizers, scaler = [sgd([torch.ones(3)]), sgd([torch.ones(5)])], scaler_on()

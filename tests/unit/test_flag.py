@@ -182,12 +182,12 @@ def test_last_is_what_an_update_has_saved_before_it_cleared_the_flag(saved: bool
 def agreed(mine: float, *others: list[float]) -> Flag:
     """Return the flag of this rank once it has agreed with others, of which each has a status."""
 
-    def maximum_(values: Tensor) -> None:
+    def reduce_(values: Tensor, op: str) -> None:
         values.copy_(torch.cat([values[None], torch.tensor(others)]).amax(0))
 
     made = cleared()
     made.found_inf.fill_(mine)
-    made.agree(made.numbers(torch.tensor(4.0)), SimpleNamespace(maximum_=maximum_))  # type: ignore[arg-type]
+    made.agree(made.numbers(torch.tensor(4.0)), SimpleNamespace(reduce_=reduce_))  # type: ignore[arg-type]
     return made
 
 

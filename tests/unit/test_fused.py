@@ -204,7 +204,7 @@ def test_a_container_without_parameters_steps_those_within_through_the_scaler() 
 def test_12_ranks_check_once_whether_it_asks_or_not(checked: bool, does: str) -> None:
     scaler, optimizer = a_scaler(ShardedGradScaler), Older()
     optimizer.does = does
-    with mock.patch.object(ranks.Ranks, "maximum_") as reduced:
+    with mock.patch.object(ranks.Ranks, "reduce_") as reduced:
         if checked:
             scaler._check_inf_per_device(optimizer)
         scaler.step(optimizer)

@@ -30,7 +30,7 @@ COPIES = pytest.mark.parametrize("clone", CLONES, ids=["copy", "deepcopy", "pick
 def trained(cls: type = GradScaler, **extras: Any) -> Any:
     """Return a scaler after five updates, of which the second and the last overflowed."""
     scaler = started(cls, "cpu", init_scale=64.0, growth_interval=2, **extras)
-    scaler._ours.sharded = scaler._ours.membership.sharded = False  # nobody else is here to agree with
+    scaler._ours.sharded = False  # nobody else is here to agree with
     for bad in (False, True, False, False, True):
         update(scaler, bad)
     return scaler

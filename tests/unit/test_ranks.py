@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scaler_triton import GradScaler, ranks
-from scaler_triton.ranks import Membership, Ranks, group_ranks, mesh_ranks
+from scaler_triton.check import Ours
+from scaler_triton.ranks import Ranks, group_ranks, mesh_ranks
 
 CPU = torch.device("cpu")
 BARE: Any = SimpleNamespace(allreduce=None, size=lambda: 3, rank=lambda: 2)
@@ -165,16 +166,16 @@ def test_where_this_torch_does_not_tell_a_root_the_whole_world_agrees(world: Any
     assert mesh_ranks([]) == Ranks((dist.group.WORLD,), (0, 1, 2, 3))
 
 
-# Membership
+# A scaler's
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_fsdp1_parameters_are_warned_of_once_where_there_are_other_ranks(size: int, world: Any) -> None:
     world(size)
-    membership = Membership(sharded=False)
+    ours = Ours(sharded=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert [membership.find([fsdp1()], None) for _ in range(2)] == [None, None]
+        assert [ranks.find(ours, [fsdp1()], None) for _ in range(2)] == [None, None]
     assert [each.filename for each in caught] == [__file__] * (size - 1)
 
 
@@ -182,20 +183,20 @@ def test_strictly_fsdp1_parameters_are_refused(world: Any, monkeypatch: Any) -> 
     world(2)
     monkeypatch.setattr(ranks, "strict", True)
     with pytest.raises(RuntimeError, match="^GradScaler cannot tell which ranks share FullyShardedDataParallel's"):
-        Membership(sharded=False).find([fsdp1()], None)
-    for membership, group in ((Membership(sharded=True), None), (Membership(sharded=False), dist.group.WORLD)):
-        assert membership.find([fsdp1()], group) == Ranks((dist.group.WORLD,), (0, 1))
+        ranks.find(Ours(sharded=False), [fsdp1()], None)
+    for sharded, group in ((True, None), (False, dist.group.WORLD)):
+        assert ranks.find(Ours(sharded), [fsdp1()], group) == Ranks((dist.group.WORLD,), (0, 1))
 
 
 def test_optimizers_on_meshes_over_other_ranks_are_warned_of_once() -> None:
     groups: Any = ((1,), (2,), (3,))
     mine, same, other = map(Ranks, groups, ((0, 1), (0, 1), (0, 2)))
-    membership = Membership(sharded=False)
-    membership.warn_if_apart(None, [other])
-    membership.warn_if_apart(mine, [None, same])
+    ours = Ours(sharded=False)
+    ranks.warn_if_apart(ours, None, [other])
+    ranks.warn_if_apart(ours, mine, [None, same])
     with pytest.warns(UserWarning, match=r"over different ranks, here \[0, 2\] and \[0, 1\]: an overflow") as warned:
-        membership.warn_if_apart(mine, [same, other])
-    membership.warn_if_apart(mine, [other])
+        ranks.warn_if_apart(ours, mine, [same, other])
+    ranks.warn_if_apart(ours, mine, [other])
     assert [each.filename for each in warned] == [__file__]
 
 
@@ -265,8 +266,8 @@ def test_a_reduction_is_made_over_each_group_in_turn_and_comes_back(away: bool, 
     monkeypatch.setattr(ranks, "_serving_device", lambda group, device: torch.device("cpu", 0) if away else device)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     both = Ranks(("one", "two"), (0, 1, 2, 3))  # type: ignore[arg-type]
-    both.maximum_(status)
-    both.sum_(status)
+    both.reduce_(status, "MAX")
+    both.reduce_(status, "SUM")
     operations = [dist.ReduceOp.MAX] * 2 + [dist.ReduceOp.SUM] * 2
     assert sent == list(zip(operations, ["one", "two"] * 2, [not away] * 4, strict=True))
     assert status.tolist() == [4.0, 5.0]

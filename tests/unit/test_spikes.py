@@ -13,7 +13,6 @@ from scaler_triton import dispatch
 from scaler_triton.flag import Flag
 from scaler_triton.kernels import abi
 from scaler_triton.spikes import Guard, Window
-from scaler_triton.step import OptimizerStep
 from scaler_triton.update import Counters, ScalerStats
 
 
@@ -102,13 +101,14 @@ def test_a_restored_window_decides_as_the_first_one(place: Place, before: int, l
 
 def test_a_guard_gives_windows_the_norms_of_a_checkpoint_in_their_order() -> None:
     guard = Guard(3.0, 2, [[1.0, 2.0, 3.0], [4.0]])
-    steps = [OptimizerStep(), OptimizerStep()]
-    steps[0].window = guard.window(torch.device("cpu"), "torch")
-    assert guard.numbers(steps) == (3.0, 2, [[2.0, 3.0], [4.0]])
-    guard.restore([[7.0]], steps)
-    assert guard.numbers(steps) == (3.0, 2, [[7.0]])
-    guard.restore([], steps)
-    assert guard.numbers(steps) == (3.0, 2, [[]])
+    window = guard.window(torch.device("cpu"), "torch")
+    assert guard.numbers() == (3.0, 2, [[2.0, 3.0], [4.0]])
+    guard.restore([[7.0]])
+    assert guard.numbers() == (3.0, 2, [[7.0]])
+    guard.restore([])
+    assert guard.numbers() == (3.0, 2, [[]])
+    del window  # as with a step whose optimizer is freed
+    assert guard.numbers() == (3.0, 2, [])
 
 
 def test_a_window_is_not_made_in_a_capture(monkeypatch: Any) -> None:

@@ -112,7 +112,7 @@ def call(
     method: str, *given: Any, fails: str = "", after: bool = False, error: type[BaseException] = MemoryError
 ) -> Event:
     """Return the event of a call to the scaler; a pass or a reduction may fail in it, even after doing its work."""
-    target: Any = {"maximum_": ranks.Ranks, "unscale_": torch_ops}.get(fails, passes)
+    target: Any = {"reduce_": ranks.Ranks, "unscale_": torch_ops}.get(fails, passes)
     real = getattr(target, fails, None)
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -184,8 +184,8 @@ EVENTS: dict[str, Event] = {
     "step fails to check": call("step", fails="check"),
     "step fails after writes": call("step", fails="unscale_", after=True),
     "check fails": call("_check_inf_per_device", fails="check"),
-    "reduction fails": call("unscale_", fails="maximum_"),
-    "it is interrupted": call("unscale_", fails="maximum_", error=KeyboardInterrupt),
+    "reduction fails": call("unscale_", fails="reduce_"),
+    "it is interrupted": call("unscale_", fails="reduce_", error=KeyboardInterrupt),
     "optimizer.step fails": step_that_fails(),
     "optimizer.step stopped": step_that_fails(KeyboardInterrupt),
     "step fails at once": older_step_that_fails("before"),

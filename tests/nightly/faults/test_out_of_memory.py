@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, ranks
 from scaler_triton.kernels import launch
-from scaler_triton.ranks import Membership, Ranks
+from scaler_triton.ranks import Ranks
 
 FUSED = pytest.mark.parametrize("fused", [False, True])
 GOOD_STEPS = pytest.mark.parametrize("good_steps", [0, 3])
@@ -67,10 +67,10 @@ class FailAt(TorchDispatchMode):
 
         return call
 
-    def reduce(self, values: Tensor, op: Any) -> None:
+    def reduce(self, values: Tensor, op: str) -> None:
         """Stand for a reduction over this rank and another like it."""
         self.reductions += 1
-        if op is torch.distributed.ReduceOp.SUM:
+        if op == "SUM":
             self.spared(values.mul_)(2)
 
 
@@ -177,8 +177,8 @@ def test_every_allocation_of_an_update(place: Place, good_steps: int, bad: bool,
 
 @pytest.fixture
 def two_pretended_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Membership, "find", lambda self, parameters, group: Ranks((None,), (0, 1)))  # type: ignore[arg-type]
-    monkeypatch.setattr(Ranks, "_all_reduce_", lambda self, values, op: values.mul_(2 if "SUM" in str(op) else 1))
+    monkeypatch.setattr(ranks, "find", lambda ours, parameters, group: Ranks((None,), (0, 1)))  # type: ignore[arg-type]
+    monkeypatch.setattr(Ranks, "reduce_", lambda self, values, op: values.mul_(2 if op == "SUM" else 1))
 
 
 @FUSED
@@ -196,7 +196,7 @@ def test_a_rank_that_fails_reduces_as_often_as_others(way: str, good_steps: int,
         if way not in WAYS:
             scaler.unscale_(optimizer)
             scaler.update()
-        with failing(number, optimizer) as mode, mock.patch.object(Ranks, "_all_reduce_", mode.reduce):
+        with failing(number, optimizer) as mode, mock.patch.object(Ranks, "reduce_", mode.reduce):
             WAYS.get(way, WAYS["step"])(scaler, optimizer)
         made.append(mode.reductions)
         if not mode.raised:
@@ -218,7 +218,7 @@ def test_a_rank_whose_guard_fails_does_too(way: str, sigma: float | None, fused:
         optimizer, guard = sgd([torch.ones(5), torch.ones(3, 2)], fused=fused), StepGuard("cpu", spike_sigma=sigma)
         for _ in range(2):
             guard.step(optimizer)
-        with failing(number, optimizer) as mode, mock.patch.object(Ranks, "_all_reduce_", mode.reduce):
+        with failing(number, optimizer) as mode, mock.patch.object(Ranks, "reduce_", mode.reduce):
             WAYS[way](guard, optimizer)
         made.append(mode.reductions)
         if not mode.raised:
@@ -232,6 +232,6 @@ def test_a_rank_whose_guard_fails_does_too(way: str, sigma: float | None, fused:
 def test_a_wrong_call_reduces_nothing_on_a_rank_without_a_scale_either(twice: bool) -> None:
     optimizer = sgd([torch.ones(5)])
     for scaler in (ShardedGradScaler("cpu"), started(ShardedGradScaler, "cpu")):
-        with mock.patch.object(Ranks, "_all_reduce_") as reduce, pytest.raises((AssertionError, ValueError)):
+        with mock.patch.object(Ranks, "reduce_") as reduce, pytest.raises((AssertionError, ValueError)):
             scaler.clip_grad_norm_([optimizer] * 2 * twice, 1.0)
         reduce.assert_not_called()

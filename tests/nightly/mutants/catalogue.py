@@ -53,10 +53,9 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        if told is not None:\n            measures", "        if False:\n            measures"),
         ("    elif step.captured:\n        step.reset()\n", "", _CAPTURE),
         ("weights = [1.0 / replicas[position] for", "weights = [1.0 for", "unit/clip"),
-        ("self.membership = Membership(True, alone=True)", "self.membership = Membership(True)", _GUARD),
         ("if measures or by_norm else", "if measures else"),
         ("    if scaler._ours.guard is not None:\n        check(", "    if False:\n        check(", _GUARD),
-        ("                step.raised = True\n", "                pass\n"),
+        ("            step.raised |= by_step\n", "            pass\n"),
         ("        scaler._ours.steps.unfinished = True\n", "", "unit/step"),
         ("[MEASURED_AT] = 1.0 if step.phase is UNSCALED else scale", "[MEASURED_AT] = 0 * scale", _HEADROOM),
         ("        guard.update()\n", "        pass\n", _GUARD),
@@ -93,7 +92,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if dtype is not torch.float16 and math", "if math"),
     ],
     "scaler_triton/headroom.py": [
-        ("max(largest, row[LARGEST] / row[MEASURED_AT])", "max(largest, row[LARGEST])"),
+        ("max(largest, row[abi.LARGEST] / row[abi.MEASURED_AT])", "max(largest, row[abi.LARGEST])"),
     ],
     "scaler_triton/update.py": [
         ("            tracker[0] = counters[abi.STRIKES] = 0\n", "            tracker[0] = 0\n"),
@@ -112,9 +111,9 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("known = step.phase is UNSCALED and (", "known = ("),
     ],
     "scaler_triton/clip.py": [
-        ("len(parts) > 1 and has_flag(scaler, part.flags, ranks):", "len(parts) > 1:"),
+        ("len(parts) > 1 and check.has_flag(scaler, part.flags, ranks):", "len(parts) > 1:"),
         ("totals[OVERFLOWS] = 1.0  # nothing is clipped then", "pass"),
-        ("                part.step.clipped = True\n", "                pass\n", _GUARD),
+        ("            part.step.clipped = True\n", "            pass\n", _GUARD),
     ],
     "scaler_triton/step_guard.py": [
         ("self._begin_anew(optimizer, by_check=False)", "pass"),
@@ -126,8 +125,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if values[abi.SPIKE_GENERATION] == generation else None", "if True else None"),
     ],
     "scaler_triton/ranks.py": [
-        ("if self.alone and not is_in_a_group(process_group):", "if False:", _GUARD),
-        ("dist.all_reduce(carrier, op=op, group=group)", "dist.all_reduce(carrier, op=dist.ReduceOp.SUM, group=group)"),
+        ("if ours.guard is not None and not is_in_a_group(process_group):", "if False:", _GUARD),
+        ("op=getattr(dist.ReduceOp, op)", "op=dist.ReduceOp.SUM"),
     ],
     "scaler_triton/report.py": [
         ("generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1", "generation = counters[SKIPPED]"),
