@@ -70,11 +70,6 @@ class FlagRows:
 class Flag:
     """Whether one optimizer's step is to be skipped; `status` is fp32 [STATUS], perhaps one of the `rows`."""
 
-    __slots__ = (
-        "__weakref__", "_copied", "_copy", "_memory", "_summed_over", "cleared", "device", "found_inf", "measured",
-        "row", "rows", "saved", "shared", "status",
-    )  # fmt: skip
-
     def __init__(
         self, status: Tensor, rows: FlagRows | None = None, row: int = 0, measured: Tensor | None = None
     ) -> None:

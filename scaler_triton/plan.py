@@ -44,11 +44,6 @@ class LayoutKey(NamedTuple):
 class Layout:
     """The part of a batch that is kept between steps: a slot for each tensor, and what its passes use."""
 
-    __slots__ = (
-        "backend", "clips", "counters", "device", "generation", "key", "marked_on_host", "numels", "positions",
-        "tables", "weights",
-    )  # fmt: skip
-
     def __init__(self, key: LayoutKey) -> None:
         self.key, self.device = key, key.device
         # For each slot: its number of elements, and its parameter's index in the optimizer.
@@ -82,12 +77,6 @@ class GradPlan:
     A missing gradient leaves its slot empty; only a new shape, stride, dtype or device changes the layouts. The plan
     keeps parameters and layouts alive, but no gradient; it keeps replaced parameters until the next step.
     """
-
-    __slots__ = (
-        "__weakref__", "_forms", "_guards", "_guards_by_form", "_has_fp16", "_reduced_specs", "_rows", "devices",
-        "dtensors", "first_device", "first_spec", "grad_shards", "inverse", "is_distributed", "layouts", "marks",
-        "measures", "parameters", "ranks", "replicas", "requested", "written",
-    )  # fmt: skip
 
     marks: Marks  # of overflows; set by the registry that makes the plan
 

@@ -166,8 +166,6 @@ def host_memory(tensor: Tensor) -> memoryview[Any]:
 class InverseScale:
     """Computes the inverse of a scale; on the CPU in Python, into one tensor that is reused from step to step."""
 
-    __slots__ = ("_kept", "enlarges")
-
     def __init__(self) -> None:
         self._kept: tuple[Tensor, memoryview[float]] | None = None
         self.enlarges = False  # whether the last inverse on the CPU was larger than 1

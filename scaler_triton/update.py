@@ -145,11 +145,6 @@ class DevicePolicy(OnDevice):
 class Home:
     """How a scale and its tracker are updated: by a kernel, by Python (`on_host`) or by torch's ops."""
 
-    __slots__ = (
-        "address", "by_kernel", "counted", "counters", "device", "growth_tracker", "launch", "on_host", "policy",
-        "rows", "scale", "stream", "tracker",
-    )  # fmt: skip
-
     def __init__(self, scale: Any, growth_tracker: Any, ours: Ours) -> None:
         self.scale, self.growth_tracker, self.device = scale, growth_tracker, scale.device
         self.rows: FlagRows = ours.rows_on(scale.device)
