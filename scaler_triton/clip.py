@@ -85,7 +85,7 @@ def clip_grad_norm_(
     together = _checked_optimizers(optimizers)
     with torch.no_grad():
         chosen = None if parameters is None else _chosen_ids(parameters, together)
-        bound, order = policy.check_max_norm(max_norm), policy.check_norm_type(norm_type, positive=True)
+        bound, order = policy.check_number("max_norm", max_norm), policy.check_norm_type(norm_type, positive=True)
         if not isinstance(model, nn.Module | None):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
         is_ours = {getattr(each, "__func__", None) for each in (scaler.unscale_, scaler._unscale_grads_)} <= OUR_METHODS

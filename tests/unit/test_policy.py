@@ -19,7 +19,7 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("scale", "64", TypeError, "must be a number"),
     ("scale", torch.ones(2), TypeError, "must be a number"),
     *(("growth_factor", value, ValueError, "must be finite and >= 1") for value in (0.5, math.inf, math.nan)),
-    ("growth_factor", -(10**400), ValueError, "must be a positive finite fp32 number"),
+    ("growth_factor", -(10**400), ValueError, "must be finite and >= 1"),
     ("growth_factor", None, TypeError, "must be a number"),
     *(("backoff_factor", value, ValueError, r"must be in \(0, 1\]") for value in (0.0, 1.5, math.nan)),
     ("backoff_factor", b"1", TypeError, "must be a number"),
