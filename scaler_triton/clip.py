@@ -274,7 +274,7 @@ def _local_gradients(
             continue
         gradients.reduce_([parameter])
         local = gradients.local_tensor(parameter.grad)
-        grads.append(gradients.sparse_values(local) if local.layout is torch.sparse_coo else local)
+        grads.append(local._values() if local.layout is torch.sparse_coo else local)
         if gradients.is_dtensor(parameter) and gradients.is_dtensor(parameter.grad):
             count = count * gradients.num_shards(parameter) // gradients.num_shards(parameter.grad)
         counts.append(count)

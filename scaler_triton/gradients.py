@@ -32,7 +32,7 @@ def check_gradient(gradient: Tensor, name: str) -> None:
     if gradient.layout is torch.strided:
         check_overlap(gradient)
     elif gradient.dtype is not torch.float16:  # fp16 values are coalesced into new memory first
-        check_overlap(sparse_values(gradient))
+        check_overlap(gradient._values())
 
 
 def overlaps(tensor: Tensor) -> bool:
@@ -55,15 +55,9 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
-def sparse_values(gradient: Tensor) -> Tensor:
-    """Return the values of a sparse COO gradient, which share its memory."""
-    values: Tensor = gradient._values()
-    return values
-
-
 def coalesce_fp16(gradient: Tensor) -> Tensor:
     """Return a sparse fp16 gradient with its duplicates summed in fp32, else itself; a sum may overflow."""
-    is_ready = gradient.is_coalesced() and not overlaps(sparse_values(gradient))
+    is_ready = gradient.is_coalesced() and not overlaps(gradient._values())
     return gradient if is_ready else gradient.float().coalesce().half()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scaler_triton import passes, policy, torch_ops
 from scaler_triton.dispatch import check_backend, kernels
-from scaler_triton.gradients import check_gradient, check_overlap, local_tensor, sparse_values
+from scaler_triton.gradients import check_gradient, check_overlap, local_tensor
 from scaler_triton.kernels.abi import SQUARES
 from scaler_triton.plan import Batch, Guard, Layout, choose_backends, form_guard, group, unknown
 from scaler_triton.torch_ops import is_plain
@@ -283,7 +283,7 @@ def _checked(grads: list[Tensor]) -> list[Tensor]:
         local = local_tensor(grad)
         check_gradient(local, f"grads[{index}]")
         if local.layout is torch.sparse_coo:
-            local = sparse_values(local)
+            local = local._values()
             check_overlap(local)  # of fp16, too, which only a plan coalesces
         locals_.append(local)
     return locals_

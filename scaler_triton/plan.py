@@ -17,7 +17,7 @@ from torch import Tensor
 
 from scaler_triton import gradients
 from scaler_triton.dispatch import Backend, Task, choose
-from scaler_triton.gradients import check_gradient, coalesce_fp16, local_tensor, sparse_values
+from scaler_triton.gradients import check_gradient, coalesce_fp16, local_tensor
 from scaler_triton.torch_ops import InverseScale, is_plain
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class GradPlan:
             if grad.dtype is torch.float16:
                 # The sum of scaled fp16 duplicates may overflow: check the sum.
                 self.parameters[index].grad = grad = coalesce_fp16(grad)
-            sparse[index] = sparse_values(grad)
+            sparse[index] = grad._values()
         if len(changed) > len(sparse):
             self._build_layouts(forms)
         for index in new.keys() - sparse.keys():

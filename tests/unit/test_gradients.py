@@ -58,7 +58,7 @@ KINDS: dict[str, Callable[[], list[Tensor | None]]] = {
 
 
 def values(grad: Any) -> Tensor:
-    return gradients.sparse_values(grad) if grad.is_sparse else grad
+    return grad._values() if grad.is_sparse else grad
 
 
 def params_of(optimizer: Any) -> list[Any]:
