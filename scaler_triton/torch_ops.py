@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -164,24 +163,22 @@ def host_memory(tensor: Tensor) -> memoryview[Any]:
 
 
 class InverseScale:
-    """Computes the inverse of a scale; on the CPU in Python, into one tensor that is reused from step to step."""
+    """Computes the inverse of a scale; on the CPU, where its value is quickly read, only if that has changed."""
 
     def __init__(self) -> None:
-        self._number: Tensor | None = None
+        self._value: float | None = None
+        self._inverse: Any = None
         self.enlarges = False  # whether the last inverse on the CPU was larger than 1
 
     def of(self, scale: Tensor) -> Tensor:
-        """Return `inverse(scale)` of a scale of one element; the next call overwrites it."""
-        value = scale.item() if scale.is_cpu and type(scale) is Tensor else 0.0  # fake tensors cannot be read
-        self.enlarges = abs(value) < 1.0
-        if value == 0.0:  # Python cannot divide by it
+        """Return `inverse(scale)` of a scale of one element; it is kept and must not be written."""
+        if not scale.is_cpu or type(scale) is not Tensor:  # fake tensors cannot be read
             return inverse(scale)
-        if self._number is None:
-            with torch.inference_mode(False):  # NumPy allocates, as an op of torch may run out of memory
-                self._number = torch.from_numpy(np.empty((), dtype=np.float32))
-            self._memory = host_memory(self._number)
-        self._memory[()] = 1.0 / value
-        return self._number
+        value = scale.item()
+        if value != self._value:  # as NaN does
+            self._inverse, self._value, self.enlarges = inverse(scale), value, abs(value) < 1.0
+        kept: Tensor = self._inverse
+        return kept
 
 
 def is_plain(tensor: Tensor) -> bool:
