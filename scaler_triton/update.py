@@ -13,7 +13,6 @@ last two also have the headroom policy, see `headroom.py`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from scaler_triton.dispatch import choose_for_scale, kernels, stream_of, sync_al
 from scaler_triton.flag import FlagRows, HostCopy, OnDevice, any_flag
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import MAX_TRACKER, STREAK, UPDATES
-from scaler_triton.policy import NO_LIMITS, Limits, no_counters
+from scaler_triton.policy import Limits, no_counters
 from scaler_triton.text import count_of
 from scaler_triton.torch_ops import host_memory
 
@@ -383,27 +382,3 @@ def _counted(counters: Tensor, bad: Tensor, scale: Tensor, after: Tensor, *, kee
 def _clamped(scale: Tensor, limits: Limits) -> Tensor:
     low, high = limits.min_scale, limits.max_scale
     return scale.nan_to_num(nan=low, posinf=high).clamp(low, high)
-
-
-def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numbers: Numbers, requested: str) -> None:
-    """Update once by the backend of the scale's device, without limits or counters, as `torch._amp_update_scale_`."""
-    if choose_for_scale(scale, requested) == "triton":
-        policy, counters = _kept_policy(scale.device, numbers)
-        launch = kernels().update_scale.bind_update(found_inf, found_inf, policy, counters, clear=False)
-        launch(scale, growth_tracker, 1)
-        increment_version((scale,))
-    elif scale.is_cpu and type(scale) is Tensor:
-        memory = host_memory(growth_tracker.view(-1))
-        update_on_host_(scale, memory, found_inf.item() != 0, numbers, NO_LIMITS, no_counters())
-    else:
-        counters = torch.zeros(abi.COUNTERS, dtype=torch.int64, device=scale.device)
-        update_by_ops_(scale, growth_tracker, found_inf, numbers, NO_LIMITS, counters)
-
-
-@functools.cache  # never freed: a graph may read and write them at each replay
-def _kept_policy(device: torch.device, numbers: Numbers) -> tuple[Tensor, Tensor]:
-    """Return the numbers on the device, and counters that nobody reads."""
-    policy = DevicePolicy(device).hold(numbers, NO_LIMITS)
-    ignored = torch.zeros(abi.COUNTERS, dtype=torch.int64, device=device)
-    torch.get_device_module(device).synchronize(device)  # the next call may be on another stream
-    return policy, ignored
