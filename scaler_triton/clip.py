@@ -39,7 +39,7 @@ from scaler_triton.check import (
     step_failed,
 )
 from scaler_triton.dispatch import stacklevel
-from scaler_triton.flag import any_flag, failed_sums, fp32_on
+from scaler_triton.flag import any_flag, fp32_on, report_failure
 from scaler_triton.kernels.abi import OVERFLOWS
 from scaler_triton.ranks import Ranks, group_ranks, mesh_ranks, replicas_of, several_ranks
 from scaler_triton.step import CARRIED, READY, parameters_of, unwrap
@@ -259,8 +259,11 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) 
             step.clipped = True
             step_failed(scaler, step)
     with suppress(Exception):
-        numbers = failed_sums(scaler._ours.steps.measures) if request.at_once else [0.0, 1.0, 1.0]
-        values = torch.tensor(numbers, dtype=torch.float64, device=scaler._scale.device)
+        device = scaler._scale.device
+        if request.at_once:
+            report_failure(ranks, device, by_norm=True, measures=scaler._ours.steps.measures)
+            return
+        values = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64, device=device)
         (ranks.maximum_ if request.norm_type == math.inf else ranks.sum_)(values)
 
 

@@ -30,8 +30,6 @@ Flags = dict[torch.device, Tensor]
 # For n equal scales, `excess` is below n times this in fp64 in any order of summation: each of 2n roundings is at most
 # an eighth of it.
 _ROUNDING = 2.0**-50
-# What a rank that failed adds to totals. Without a scale: an update clears the failure, but scales are still compared.
-_FAILED_TOTALS = (math.nan, 1.0, 1.0, 0.0, 0.0)
 
 
 # The binades of the largest scaled gradient that ranks tell apart, the first and the last with all beyond.
@@ -200,18 +198,15 @@ class Flag:
             )
 
 
-def report_failure(ranks: Ranks, device: torch.device, *, by_sums: Sequence[float] | None = None) -> None:
-    """Join the reduction of a check with the failure set; `by_sums` is added where totals are summed, not a status."""
-    if by_sums is not None:
-        ranks.sum_(torch.tensor(by_sums, dtype=torch.float64, device=device))
-        return
-    status = [1.0, 1.0, -math.inf, -math.inf]  # no scale: the others compare theirs
-    ranks.maximum_(torch.tensor(status, dtype=torch.float32, device=device))
-
-
-def failed_sums(measures: bool) -> list[float]:
-    """Return what a rank that failed adds where ranks sum totals, and what they measure."""
-    return [*_FAILED_TOTALS, *[0.0] * (PACKED if measures else 0)]
+def report_failure(ranks: Ranks, device: torch.device, *, by_norm: bool, measures: bool) -> None:
+    """Join the reduction of a check with the failure set; if it gives a norm or `measures`, totals are summed."""
+    if by_norm or measures:
+        # Without a scale, too: an update clears the failure, but scales are still compared.
+        totals = [math.nan, 1.0, 1.0, 0.0, 0.0] + [0.0] * (PACKED if measures else 0)
+        ranks.sum_(torch.tensor(totals, dtype=torch.float64, device=device))
+    else:
+        status = [1.0, 1.0, -math.inf, -math.inf]  # no scale: the others compare theirs
+        ranks.maximum_(torch.tensor(status, dtype=torch.float32, device=device))
 
 
 def write_scales(rows: Tensor, scale: Tensor) -> None:
