@@ -131,14 +131,12 @@ class GradScaler(torch.amp.GradScaler):
                 text = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
                 warnings.warn(text, stacklevel=stacklevel())
             enabled = False
+        if enabled:  # torch compares them with 1
+            growth_factor = policy.as_float(growth_factor, "growth_factor")
+            backoff_factor = policy.as_float(backoff_factor, "backoff_factor")
         factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
         numbers = {"init_scale": init_scale, **factors, "growth_interval": growth_interval}
-        try:
-            super().__init__(device=device, enabled=enabled, **numbers)  # type: ignore[arg-type]
-        except TypeError:  # torch compares the factors with 1 before it checks that they are numbers
-            policy.check_number("growth_factor", growth_factor)
-            policy.check_number("backoff_factor", backoff_factor)
-            raise
+        super().__init__(device=device, enabled=enabled, **numbers)  # type: ignore[arg-type]
         limits = NO_LIMITS
         if self._enabled:
             extremes = {"min_scale": min_scale, "max_scale": max_scale}

@@ -84,6 +84,18 @@ def as_fp32(number: float) -> float:
     return rounded
 
 
+def as_float(value: Any, name: str) -> float:
+    """Return `value` as a float, also one of another type such as numpy's; infinite if it is beyond every float."""
+    if isinstance(value, str | bytes | bytearray):  # float() would parse it
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be a number, got {one_line(repr(value))}") from error
+    except OverflowError:  # of an int beyond every float
+        return math.inf if value > 0 else -math.inf
+
+
 def check_int(value: Any, name: str) -> int:
     """Return `value` as an int, also one of another type such as numpy's."""
     try:
@@ -118,7 +130,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 def check_number(of: str, value: Any, name: str = "") -> Any:
     """Return `value`, a number `of` a kind in `_RANGES`, as an int or a float; an error calls it `name`, if given."""
     least, most, what = _RANGES[of]
-    number = (_as_float if isinstance(least, float) else check_int)(value, name or of)
+    number = (as_float if isinstance(least, float) else check_int)(value, name or of)
     if not least <= number <= most:  # as for NaN
         raise ValueError(f"{name or of} must be {what}, got {value!r}")
     return number
@@ -206,7 +218,6 @@ def to_checkpoint(limits: Limits, counters: Sequence[int]) -> dict[str, Any]:
 
 def from_checkpoint(fields: Any) -> tuple[Limits, list[int]]:
     """Return the limits and counters that `to_checkpoint` of this version or 0.1 wrote; KeyError if one is missing."""
-    fields = check_dict(fields, KEY)
     limits = NO_LIMITS.changed(**{name: fields[name] for name in Limits._fields})
     counters = check_dict(fields["counters"], "counters")
     if fields.get("consecutive_hysteresis"):
@@ -220,14 +231,3 @@ def from_checkpoint(fields: Any) -> tuple[Limits, list[int]]:
 def no_counters() -> list[int]:
     """Return the counters of a scaler that has not updated yet."""
     return [0] * COUNTERS
-
-
-def _as_float(value: Any, name: str) -> float:
-    if isinstance(value, str | bytes | bytearray):  # float() would parse it
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be a number, got {one_line(repr(value))}") from error
-    except OverflowError:  # of an int beyond every float
-        return math.inf if value > 0 else -math.inf
