@@ -61,7 +61,7 @@ def coalesce_fp16(gradient: Tensor) -> Tensor:
     return gradient if is_ready else gradient.float().coalesce().half()
 
 
-def reduced(gradient: Tensor) -> Tensor:
+def reduced(gradient: Any) -> Any:
     """Return a gradient, summed if it is a Partial DTensor (all ranks of its mesh must call this) or has duplicates."""
     if not is_dtensor(gradient):
         if gradient.layout is not torch.sparse_coo or gradient.is_coalesced():
@@ -71,10 +71,8 @@ def reduced(gradient: Tensor) -> Tensor:
         return gradient
     from torch.distributed.tensor import Replicate
 
-    placements = gradient.placements  # type: ignore[attr-defined]
-    whole = [Replicate() if placement.is_partial() else placement for placement in placements]
-    result: Tensor = gradient.redistribute(placements=whole)  # type: ignore[attr-defined]
-    return result
+    whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    return gradient.redistribute(placements=whole)
 
 
 def reduce_(parameters: Iterable[Tensor]) -> None:
