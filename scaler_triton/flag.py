@@ -79,7 +79,7 @@ class Flag:
         self.saved = False  # whether an update has copied the flag into `rows.last_flags`
         self.shared = False  # whether it is the flag of several optimizers, which were clipped together
         # Over how many ranks it was summed; 0: it is their maximum; None: no other ranks had to agree.
-        self._summed_over: int | None = None
+        self.summed_over: int | None = None
         self._copy = HostCopy()
         self._copied = False  # whether that has the last check's
         # On the CPU Python reads and writes the memory itself: an op costs twenty times as much.
@@ -94,7 +94,7 @@ class Flag:
                 self.status.zero_()
             self.cleared = self._copied = False
         self.saved = self.shared = False
-        self._summed_over = None
+        self.summed_over = None
 
     def add(self, flags: Iterable[Tensor]) -> None:
         """Set the flag if any of `flags` is set, which are on other devices or were returned by an override."""
@@ -126,21 +126,17 @@ class Flag:
         """Reduce the status to its maximum over the ranks, by one all-reduce; a sum if it measures."""
         if self.measured is None:
             ranks.maximum_(numbers)
-            self._summed_over = 0
+            self.summed_over = 0
         else:
             sum_totals_([self], numbers, ranks)
             self.read_sums(numbers)
-
-    def agreed_by_sums(self, ranks: int) -> None:
-        """Record that a kernel or `read_sums` computes the status from sums over `ranks` ranks."""
-        self._summed_over, self.shared = ranks, True
 
     def read_sums(self, totals: Tensor) -> None:
         """Compute the status from totals (fp64 [TOTALS], on this device) that were summed over the ranks."""
         sums = totals[abi.OVERFLOWS :]
         torch.clamp(sums, max=constants(sums, torch.float64, 1.0, 1.0, abi.MAX_SCALE, abi.MAX_SCALE), out=self.status)
         scales, inverses = totals[abi.SCALES : abi.SCALES + 1], totals[abi.INVERSES :]
-        minus_one, ranks = constants(totals, torch.float64, -1.0), self._summed_over or 1
+        minus_one, ranks = constants(totals, torch.float64, -1.0), self.summed_over or 1
         torch.addcmul(minus_one, scales, inverses, value=1 / ranks**2, out=self.status[abi.EXCESS :])
 
     def on_devices(self, devices: Sequence[torch.device]) -> Flags:
@@ -164,9 +160,9 @@ class Flag:
             values = self._memory
         elif fresh and self._copied:
             values = self._copy.read()
-        elif self._summed_over is not None:
+        elif self.summed_over is not None:
             values = self.status.tolist()
-        if self._summed_over is not None:
+        if self.summed_over is not None:
             self._raise_if_apart(values)
         if values is not None and (fresh or (len(flags) == 1 and flags.get(self.device) is self.found_inf)):
             return values[FLAG] != 0.0  # NaN is set, too
@@ -174,7 +170,7 @@ class Flag:
 
     def last(self) -> bool:
         """Return the flag of the last step, waiting for the device; until an update, raise as `on_host` does."""
-        if self._summed_over is not None:
+        if self.summed_over is not None:
             self._raise_if_apart(self.status.tolist())
         return bool(self.last_found_inf().item())
 
@@ -187,8 +183,8 @@ class Flag:
         if values[FAILED]:
             raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
         scale, other = values[abi.SCALE], values[abi.EXCESS]
-        if self._summed_over:
-            apart = _compare_sums(self._summed_over, scale, other)
+        if self.summed_over:
+            apart = _compare_sums(self.summed_over, scale, other)
         else:
             apart = "" if scale == -other else f"from {-other} to {scale}"
         if apart:
@@ -241,8 +237,8 @@ def sum_totals_(flags: Sequence[Flag], totals: Tensor, ranks: Ranks) -> None:
         ranks.sum_(sums)
         totals.copy_(sums[: abi.TOTALS])
         _unpack_(row, sums[abi.TOTALS :])
-    for flag in flags:
-        flag.agreed_by_sums(len(ranks.ranks))
+    for flag in flags:  # a kernel or `read_sums` computes their status
+        flag.summed_over, flag.shared = len(ranks.ranks), True
 
 
 def _packed(row: Tensor) -> Tensor:

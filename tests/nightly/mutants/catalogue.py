@@ -71,7 +71,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        _unpack_(row, sums[abi.TOTALS :])\n", "", _HEADROOM_RANKS),
         ("self._memory[FLAG] = self._memory[FAILED] = 0.0", "self._memory[FLAG] = 0.0"),
         ("if captured or not self.cleared:", "if not self.cleared:"),
-        ("            self._summed_over = 0\n", "            self._summed_over = None\n"),
+        ("            self.summed_over = 0\n", "            self.summed_over = None\n"),
         ("return values[FLAG] != 0.0  # NaN is set, too", "return values[FLAG] > 0.0"),
         ("            self._event.synchronize()\n", "", "gpu/gpu"),
         ("[math.nan, 1.0, 1.0, 0.0, 0.0]", "[math.nan, 1.0, 0.0, 0.0, 0.0]", "unit/check"),
