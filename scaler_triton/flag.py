@@ -317,8 +317,7 @@ class HostCopy:
             self._event.record()
         else:
             with torch.cuda.device(source.device):
-                self._copy.copy_(source, non_blocking=True)
-                self._event.record()
+                self.start(source)
 
     @torch.inference_mode(False)
     def _prepare(self, source: Tensor) -> None:

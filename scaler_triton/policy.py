@@ -136,12 +136,11 @@ def check_number(of: str, value: Any, name: str = "") -> Any:
     return number
 
 
-def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> int:
+def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> Any:
     """Return `value` as an int if it fits into int32; torch loads whole floats and tensors, so they pass, too."""
     plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     plain = int(plain) if isinstance(plain, float) and plain.is_integer() else plain
-    number: int = check_number("growth_tracker", plain, name)
-    return number
+    return check_number("growth_tracker", plain, name)
 
 
 def check_norm_type(value: Any, *, positive: bool) -> float:

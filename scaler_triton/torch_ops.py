@@ -167,7 +167,7 @@ class InverseScale:
 
     def __init__(self) -> None:
         self._value: float | None = None
-        self._inverse: Any = None
+        self._inverse: Tensor  # of that value
         self.enlarges = False  # whether the last inverse on the CPU was larger than 1
 
     def of(self, scale: Tensor) -> Tensor:
@@ -177,8 +177,7 @@ class InverseScale:
         value = scale.item()
         if value != self._value:  # as NaN does
             self._inverse, self._value, self.enlarges = inverse(scale), value, abs(value) < 1.0
-        kept: Tensor = self._inverse
-        return kept
+        return self._inverse
 
 
 def is_plain(tensor: Tensor) -> bool:
