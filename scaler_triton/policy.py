@@ -65,15 +65,6 @@ class Limits(NamedTuple):
         """Return `scale` brought within the bounds, NaN as the lower one."""
         return min(scale, self.max_scale) if scale > self.min_scale else self.min_scale
 
-    def check_within(self, value: Any, name: str) -> float:
-        """Return `value` as a float if it can be a loss scale and lies within the bounds."""
-        number: float = check_number("scale", value, name)
-        if not self.min_scale <= as_fp32(number) <= self.max_scale:
-            raise ValueError(
-                f"{name} must be in [min_scale, max_scale], [{self.min_scale}, {self.max_scale}], got {value!r}"
-            )
-        return number
-
 
 NO_LIMITS = Limits()
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from scaler_triton import policy
 from scaler_triton.dispatch import choose_for_scale, kernels, stream_of, sync_allowed
 from scaler_triton.flag import FlagRows, HostCopy, OnDevice, any_flag
 from scaler_triton.kernels import abi
@@ -155,9 +156,8 @@ class Home:
         values = ours.counters.values
         self.counters: Any = values if self.on_host and isinstance(values, list) else ours.counters.on(scale.device)
         if self.by_kernel:
-            if self.device not in ours.policies:
-                ours.policies[self.device] = DevicePolicy(self.device)
-            self.policy = ours.policies[self.device]
+            self.policy = ours.policies.get(self.device) or DevicePolicy(self.device)
+            ours.policies[self.device] = self.policy
             self.launch = self._launch(ours)
         if self.on_host:
             self.counted = self.counters if isinstance(self.counters, list) else host_memory(self.counters)
@@ -205,7 +205,7 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         return
     is_own = home.by_kernel and len(own) == len(checked)
     if is_own:
-        policy, launch = home.policy, home.launch
+        launch = home.launch
     else:
         headroom = ours.headroom
         flag = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device)
@@ -213,11 +213,11 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         if not home.by_kernel:
             update_by_ops_(scale, tracker, flag, numbers, limits, home.counters, headroom, measured)
             return
-        policy, mask = home.policy, 1
-        options = {} if headroom is None else headroom.options(measured)
-        launch = kernels().update_scale.bind_update(flag, flag, policy.memory, home.counters, clear=False, **options)
-    if policy.held != (numbers, limits):
-        policy.hold(numbers, limits)
+        options, mask = {} if headroom is None else headroom.options(measured), 1
+        tensors = flag, flag, home.policy.memory, home.counters
+        launch = kernels().update_scale.bind_update(*tensors, clear=False, **options)
+    if home.policy.held != (numbers, limits):
+        home.policy.hold(numbers, limits)
     for step in checked if is_own and not captured else ():
         if step.reader is not None and step.reader != home.stream():  # a fused step, whose flag is going to be cleared
             torch.cuda.current_stream(home.device).wait_stream(kernels().launch.stream(home.device, step.reader))
@@ -239,7 +239,9 @@ def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> Non
         )
     if isinstance(new_scale, bool):  # torch refuses it, too
         raise TypeError(f"new_scale must be a number, got {new_scale}")
-    number = ours.limits.check_within(new_scale, "new_scale")
+    number, (low, high, *_) = policy.check_number("scale", new_scale, "new_scale"), ours.limits
+    if not low <= policy.as_fp32(number) <= high:
+        raise ValueError(f"new_scale must be in [min_scale, max_scale], [{low}, {high}], got {new_scale!r}")
     if checked:  # as an update that changes neither scale nor tracker
         counters = ours.counters.on(scale.device)
         found_inf = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), scale.device)
