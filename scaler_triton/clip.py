@@ -193,7 +193,7 @@ def _clip_unscaled(
 ) -> tuple[Tensor, bool]:
     """Clip as torch does, for a disabled scaler; if it is sharded, or ranks hold shards, over all ranks."""
     group = scaler.process_group
-    on_fsdp1 = gradients.has_fsdp1(parameters)
+    on_fsdp1 = any(map(gradients.is_fsdp1, parameters))
     together = (scaler._ours.sharded or group is not None or on_fsdp1) and several_ranks()
     # torch's norm is right only if this rank holds whole gradients.
     if not together and (on_fsdp1 or all(each is None for each in map(gradients.dtensor_spec, parameters))):

@@ -95,11 +95,6 @@ def is_fsdp1(parameter: Any) -> bool:
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
-def has_fsdp1(parameters: Iterable[Tensor]) -> bool:
-    """Return whether any of the parameters belongs to `FullyShardedDataParallel`."""
-    return any(map(is_fsdp1, parameters))
-
-
 def dtensor_spec(tensor: Any) -> Any:
     """Return what holds a tensor's `device_mesh` and `placements`: a DTensor itself, DDP's DTensorSpec, or None."""
     return tensor if is_dtensor(tensor) else getattr(tensor, DDP_SPEC, None)
