@@ -27,7 +27,6 @@ from scaler_triton.flag import (
     Flags,
     HostCopy,
     as_flag,
-    failed_sums,
     report_failure,
     sum_totals_,
     write_scales,
@@ -291,13 +290,11 @@ def fail(
             step_failed(scaler, step)
     finally:  # even if that raises: the others wait in the reduction
         if told is not None:
-            measures = scaler._ours.steps.measures
             by_norm = scaler._ours.by_norm if by_norm is None else by_norm
             if by_norm:  # the others first sum what is Partial
                 with suppress(Exception):
                     gradients.reduce_(parameters_of(optimizer))
-            sums = failed_sums(measures) if measures or by_norm else None
-            report_failure(told, scaler._scale.device, by_sums=sums)
+            report_failure(told, scaler._scale.device, by_norm=by_norm, measures=scaler._ours.steps.measures)
 
 
 def ranks_that_wait(scaler: GradScaler, optimizers: Sequence[Any]) -> Ranks | None:

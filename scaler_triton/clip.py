@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from scaler_triton import check, gradients, passes, policy, torch_ops
 from scaler_triton.check import OUR_METHODS, Part
 from scaler_triton.dispatch import stacklevel
-from scaler_triton.flag import any_flag, failed_sums, fp32_on
+from scaler_triton.flag import any_flag, fp32_on, report_failure
 from scaler_triton.kernels.abi import OVERFLOWS
 from scaler_triton.ranks import Ranks, group_ranks, mesh_ranks, replicas_of, several_ranks
 from scaler_triton.step import CARRIED, READY, parameters_of, unwrap
@@ -70,7 +70,7 @@ def clip_grad_norm_(
     together = _checked_optimizers(optimizers)
     with torch.no_grad():
         chosen = None if parameters is None else _chosen_ids(parameters, together)
-        bound, order = policy.check_max_norm(max_norm), policy.check_norm_type(norm_type, positive=True)
+        bound, order = policy.check_number("max_norm", max_norm), policy.check_norm_type(norm_type, positive=True)
         if not isinstance(model, nn.Module | None):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
         is_ours = {getattr(each, "__func__", None) for each in (scaler.unscale_, scaler._unscale_grads_)} <= OUR_METHODS
@@ -191,7 +191,8 @@ def _clip_unscaled(
 ) -> tuple[Tensor, bool]:
     """Clip as torch does, for a disabled scaler; if it is sharded, or ranks hold shards, over all ranks."""
     group, parameters = scaler.process_group, parameters_of(*optimizers)
-    together = several_ranks() and (scaler._ours.sharded or group is not None or gradients.has_fsdp1(parameters))
+    shared = scaler._ours.sharded or group is not None or any(map(gradients.is_fsdp1, parameters))
+    together = shared and several_ranks()
     # torch's norm is right only if this rank holds whole gradients.
     if not together and all(each is None for each in map(gradients.dtensor_spec, parameters)):
         clipped = [p for p in parameters if request.chosen is None or id(p) in request.chosen]
@@ -232,9 +233,12 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) 
             step.clipped = True
             check.step_failed(scaler, step)
     with suppress(Exception):
-        numbers = failed_sums(scaler._ours.steps.measures) if request.at_once else [0.0, 1.0, 1.0]
-        values = torch.tensor(numbers, dtype=torch.float64, device=scaler._scale.device)
-        ranks.reduce_(values, "MAX" if request.norm_type == math.inf else "SUM")
+        device = scaler._scale.device
+        if request.at_once:
+            report_failure(ranks, device, by_norm=True, measures=scaler._ours.steps.measures)
+        else:
+            values = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64, device=device)
+            ranks.reduce_(values, "MAX" if request.norm_type == math.inf else "SUM")
 
 
 def _read(
@@ -251,7 +255,7 @@ def _read(
             continue
         gradients.reduce_([parameter])
         local = gradients.local_tensor(parameter.grad)
-        local = gradients.sparse_values(local) if local.layout is torch.sparse_coo else local
+        local = local._values() if local.layout is torch.sparse_coo else local
         grads.append(local)
         if gradients.is_dtensor(parameter) and gradients.is_dtensor(parameter.grad):
             count = count * gradients.num_shards(parameter) // gradients.num_shards(parameter.grad)

@@ -30,8 +30,6 @@ Flags = dict[torch.device, Tensor]
 # For n equal scales, `excess` is below n times this in fp64 in any order of summation: each of 2n roundings is at most
 # an eighth of it.
 _ROUNDING = 2.0**-50
-# What a rank that failed adds to totals. Without a scale: an update clears the failure, but scales are still compared.
-_FAILED_TOTALS = (math.nan, 1.0, 1.0, 0.0, 0.0)
 
 
 # The binades of the largest scaled gradient that ranks tell apart, the first and the last with all beyond.
@@ -70,11 +68,6 @@ class FlagRows:
 class Flag:
     """Whether one optimizer's step is to be skipped; `status` is fp32 [STATUS], perhaps one of the `rows`."""
 
-    __slots__ = (
-        "__weakref__", "_copied", "_copy", "_memory", "_summed_over", "cleared", "device", "found_inf", "measured",
-        "row", "rows", "saved", "shared", "status",
-    )  # fmt: skip
-
     def __init__(
         self, status: Tensor, rows: FlagRows | None = None, row: int = 0, measured: Tensor | None = None
     ) -> None:
@@ -86,7 +79,7 @@ class Flag:
         self.saved = False  # whether an update has copied the flag into `rows.last_flags`
         self.shared = False  # whether it is the flag of several optimizers, which were clipped together
         # Over how many ranks it was summed; 0: it is their maximum; None: no other ranks had to agree.
-        self._summed_over: int | None = None
+        self.summed_over: int | None = None
         self._copy = HostCopy()
         self._copied = False  # whether that has the last check's
         # On the CPU Python reads and writes the memory itself: an op costs twenty times as much.
@@ -101,7 +94,7 @@ class Flag:
                 self.status.zero_()
             self.cleared = self._copied = False
         self.saved = self.shared = False
-        self._summed_over = None
+        self.summed_over = None
 
     def add(self, flags: Iterable[Tensor]) -> None:
         """Set the flag if any of `flags` is set, which are on other devices or were returned by an override."""
@@ -133,21 +126,17 @@ class Flag:
         """Reduce the status to its maximum over the ranks, by one all-reduce; a sum if it measures."""
         if self.measured is None:
             ranks.reduce_(numbers, "MAX")
-            self._summed_over = 0
+            self.summed_over = 0
         else:
             sum_totals_([self], numbers, ranks)
             self.read_sums(numbers)
-
-    def agreed_by_sums(self, ranks: int) -> None:
-        """Record that a kernel or `read_sums` computes the status from sums over `ranks` ranks."""
-        self._summed_over, self.shared = ranks, True
 
     def read_sums(self, totals: Tensor) -> None:
         """Compute the status from totals (fp64 [TOTALS], on this device) that were summed over the ranks."""
         sums = totals[abi.OVERFLOWS :]
         torch.clamp(sums, max=constants(sums, torch.float64, 1.0, 1.0, abi.MAX_SCALE, abi.MAX_SCALE), out=self.status)
         scales, inverses = totals[abi.SCALES : abi.SCALES + 1], totals[abi.INVERSES :]
-        minus_one, ranks = constants(totals, torch.float64, -1.0), self._summed_over or 1
+        minus_one, ranks = constants(totals, torch.float64, -1.0), self.summed_over or 1
         torch.addcmul(minus_one, scales, inverses, value=1 / ranks**2, out=self.status[abi.EXCESS :])
 
     def on_devices(self, devices: Sequence[torch.device]) -> Flags:
@@ -171,9 +160,9 @@ class Flag:
             values = self._memory
         elif fresh and self._copied:
             values = self._copy.read()
-        elif self._summed_over is not None:
+        elif self.summed_over is not None:
             values = self.status.tolist()
-        if self._summed_over is not None:
+        if self.summed_over is not None:
             self._raise_if_apart(values)
         if values is not None and (fresh or (len(flags) == 1 and flags.get(self.device) is self.found_inf)):
             return values[FLAG] != 0.0  # NaN is set, too
@@ -181,7 +170,7 @@ class Flag:
 
     def last(self) -> bool:
         """Return the flag of the last step, waiting for the device; until an update, raise as `on_host` does."""
-        if self._summed_over is not None:
+        if self.summed_over is not None:
             self._raise_if_apart(self.status.tolist())
         return bool(self.last_found_inf().item())
 
@@ -194,8 +183,8 @@ class Flag:
         if values[FAILED]:
             raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
         scale, other = values[abi.SCALE], values[abi.EXCESS]
-        if self._summed_over:
-            apart = _compare_sums(self._summed_over, scale, other)
+        if self.summed_over:
+            apart = _compare_sums(self.summed_over, scale, other)
         else:
             apart = "" if scale == -other else f"from {-other} to {scale}"
         if apart:
@@ -205,18 +194,15 @@ class Flag:
             )
 
 
-def report_failure(ranks: Ranks, device: torch.device, *, by_sums: Sequence[float] | None = None) -> None:
-    """Join the reduction of a check with the failure set; `by_sums` is added where totals are summed, not a status."""
-    if by_sums is not None:
-        ranks.reduce_(torch.tensor(by_sums, dtype=torch.float64, device=device), "SUM")
-        return
-    status = [1.0, 1.0, -math.inf, -math.inf]  # no scale: the others compare theirs
-    ranks.reduce_(torch.tensor(status, dtype=torch.float32, device=device), "MAX")
-
-
-def failed_sums(measures: bool) -> list[float]:
-    """Return what a rank that failed adds where ranks sum totals, and what they measure."""
-    return [*_FAILED_TOTALS, *[0.0] * (PACKED if measures else 0)]
+def report_failure(ranks: Ranks, device: torch.device, *, by_norm: bool, measures: bool) -> None:
+    """Join the reduction of a check with the failure set; if it gives a norm or `measures`, totals are summed."""
+    if by_norm or measures:
+        # Without a scale, too: an update clears the failure, but scales are still compared.
+        totals = [math.nan, 1.0, 1.0, 0.0, 0.0] + [0.0] * (PACKED if measures else 0)
+        ranks.reduce_(torch.tensor(totals, dtype=torch.float64, device=device), "SUM")
+    else:
+        status = [1.0, 1.0, -math.inf, -math.inf]  # no scale: the others compare theirs
+        ranks.reduce_(torch.tensor(status, dtype=torch.float32, device=device), "MAX")
 
 
 def write_scales(rows: Tensor, scale: Tensor) -> None:
@@ -251,8 +237,8 @@ def sum_totals_(flags: Sequence[Flag], totals: Tensor, ranks: Ranks) -> None:
         ranks.reduce_(sums, "SUM")
         totals.copy_(sums[: abi.TOTALS])
         _unpack_(row, sums[abi.TOTALS :])
-    for flag in flags:
-        flag.agreed_by_sums(len(ranks.ranks))
+    for flag in flags:  # a kernel or `read_sums` computes their status
+        flag.summed_over, flag.shared = len(ranks.ranks), True
 
 
 def _packed(row: Tensor) -> Tensor:
@@ -331,8 +317,7 @@ class HostCopy:
             self._event.record()
         else:
             with torch.cuda.device(source.device):
-                self._copy.copy_(source, non_blocking=True)
-                self._event.record()
+                self.start(source)
 
     @torch.inference_mode(False)
     def _prepare(self, source: Tensor) -> None:

@@ -131,14 +131,12 @@ class GradScaler(torch.amp.GradScaler):
                 text = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
                 warnings.warn(text, stacklevel=stacklevel())
             enabled = False
+        if enabled:  # torch compares them with 1
+            growth_factor = policy.as_float(growth_factor, "growth_factor")
+            backoff_factor = policy.as_float(backoff_factor, "backoff_factor")
         factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
         numbers = {"init_scale": init_scale, **factors, "growth_interval": growth_interval}
-        try:
-            super().__init__(device=device, enabled=enabled, **numbers)  # type: ignore[arg-type]
-        except TypeError:  # torch compares the factors with 1 before it checks that they are numbers
-            policy.check_number("growth_factor", growth_factor)
-            policy.check_number("backoff_factor", backoff_factor)
-            raise
+        super().__init__(device=device, enabled=enabled, **numbers)  # type: ignore[arg-type]
         limits = NO_LIMITS
         if self._enabled:
             extremes = {"min_scale": min_scale, "max_scale": max_scale}
@@ -603,7 +601,7 @@ class GradScaler(torch.amp.GradScaler):
         batches = plan.collect(allow_fp16=allow_fp16)
         return passes.check(plan, batches, inv_scale.to(flag.device), flag, divide=True, inverse=True)[0]
 
-    def _check_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
+    def _check_inf_per_device(self, optimizer: Any) -> Any:
         """Check the optimizer's gradients without writing them, and return the agreed flag on every device.
 
         If other ranks must agree, they are checked once per step; else by each call until a step or a joint clip.
@@ -619,13 +617,11 @@ class GradScaler(torch.amp.GradScaler):
             if step.phase is FAILED and phase not in (UNSCALED, CARRIED):
                 step._enter(phase)  # `step` checks again, as the other ranks do
             raise
-        flags: Flags = step["found_inf_per_device"]
-        return flags
+        return step["found_inf_per_device"]
 
-    def _found_inf_per_device(self, optimizer: Any) -> Flags:  # type: ignore[override]
+    def _found_inf_per_device(self, optimizer: Any) -> Any:
         """Return the optimizer's flags in this step by device, none before a check."""
-        flags: Flags = self._per_optimizer_states.open(optimizer)["found_inf_per_device"]
-        return flags
+        return self._per_optimizer_states.open(optimizer)["found_inf_per_device"]
 
     def __getstate__(self) -> dict[str, Any]:
         steps = self._ours.steps.all() if self._enabled else []

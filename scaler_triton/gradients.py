@@ -32,7 +32,7 @@ def check_gradient(gradient: Tensor, name: str) -> None:
     if gradient.layout is torch.strided:
         check_overlap(gradient)
     elif gradient.dtype is not torch.float16:  # fp16 values are coalesced into new memory first
-        check_overlap(sparse_values(gradient))
+        check_overlap(gradient._values())
 
 
 def overlaps(tensor: Tensor) -> bool:
@@ -55,19 +55,13 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
-def sparse_values(gradient: Tensor) -> Tensor:
-    """Return the values of a sparse COO gradient, which share its memory."""
-    values: Tensor = gradient._values()
-    return values
-
-
 def coalesce_fp16(gradient: Tensor) -> Tensor:
     """Return a sparse fp16 gradient with its duplicates summed in fp32, else itself; a sum may overflow."""
-    is_ready = gradient.is_coalesced() and not overlaps(sparse_values(gradient))
+    is_ready = gradient.is_coalesced() and not overlaps(gradient._values())
     return gradient if is_ready else gradient.float().coalesce().half()
 
 
-def reduced(gradient: Tensor) -> Tensor:
+def reduced(gradient: Any) -> Any:
     """Return a gradient, summed if it is a Partial DTensor (all ranks of its mesh must call this) or has duplicates."""
     if not is_dtensor(gradient):
         if gradient.layout is not torch.sparse_coo or gradient.is_coalesced():
@@ -77,10 +71,8 @@ def reduced(gradient: Tensor) -> Tensor:
         return gradient
     from torch.distributed.tensor import Replicate
 
-    placements = gradient.placements  # type: ignore[attr-defined]
-    whole = [Replicate() if placement.is_partial() else placement for placement in placements]
-    result: Tensor = gradient.redistribute(placements=whole)  # type: ignore[attr-defined]
-    return result
+    whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    return gradient.redistribute(placements=whole)
 
 
 def reduce_(parameters: Iterable[Tensor]) -> None:
@@ -101,11 +93,6 @@ def is_dtensor(tensor: object) -> bool:
 def is_fsdp1(parameter: Any) -> bool:
     """Return whether a parameter belongs to `FullyShardedDataParallel`, whose shards are plain tensors."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
-
-
-def has_fsdp1(parameters: Iterable[Tensor]) -> bool:
-    """Return whether any of the parameters belongs to `FullyShardedDataParallel`."""
-    return any(map(is_fsdp1, parameters))
 
 
 def dtensor_spec(tensor: Any) -> Any:

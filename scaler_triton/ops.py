@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from operator import is_
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor
 
 from scaler_triton import passes, policy, torch_ops
-from scaler_triton.dispatch import check_backend, kernels
-from scaler_triton.gradients import check_gradient, check_overlap, local_tensor, sparse_values
-from scaler_triton.kernels.abi import SQUARES
+from scaler_triton.dispatch import check_backend, choose_for_scale, kernels
+from scaler_triton.gradients import check_gradient, check_overlap, local_tensor
+from scaler_triton.kernels.abi import COUNTERS, SQUARES
 from scaler_triton.plan import Batch, Guard, Layout, choose_backends, form_guard, group, unknown
 from scaler_triton.torch_ops import is_plain
-from scaler_triton.update import update_scale_ as _update_scale_
+from scaler_triton.update import DevicePolicy, Numbers, increment_version, update_by_ops_, update_on_host_
 
 __all__ = ["check_nonfinite", "grad_norm", "unscale_", "update_scale_"]
 
@@ -171,7 +172,26 @@ def update_scale_(
     backoff_factor = policy.check_number("backoff_factor", backoff_factor)
     growth_interval = policy.check_number("growth_interval", growth_interval)
     numbers = growth_factor, backoff_factor, growth_interval
-    _update_scale_(scale, growth_tracker, found_inf, numbers, check_backend(backend))
+    if choose_for_scale(scale, check_backend(backend)) == "triton":
+        held, counters = _kept_policy(scale.device, numbers)
+        launch = kernels().update_scale.bind_update(found_inf, found_inf, held, counters, clear=False)
+        launch(scale, growth_tracker, 1)
+        increment_version((scale,))
+    elif scale.is_cpu and type(scale) is Tensor:
+        memory = torch_ops.host_memory(growth_tracker.view(-1))
+        update_on_host_(scale, memory, found_inf.item() != 0, numbers, policy.NO_LIMITS, policy.no_counters())
+    else:
+        counters = torch.zeros(COUNTERS, dtype=torch.int64, device=scale.device)
+        update_by_ops_(scale, growth_tracker, found_inf, numbers, policy.NO_LIMITS, counters)
+
+
+@functools.cache  # never freed: a graph may read and write them at each replay
+def _kept_policy(device: torch.device, numbers: Numbers) -> tuple[Tensor, Tensor]:
+    """Return the numbers on the device, and counters that nobody reads."""
+    held = DevicePolicy(device).hold(numbers, policy.NO_LIMITS)
+    ignored = torch.zeros(COUNTERS, dtype=torch.int64, device=device)
+    torch.get_device_module(device).synchronize(device)  # the next call may be on another stream
+    return held, ignored
 
 
 # Lists that callers pass again and again are checked and grouped once. A later call with a list of the same form
@@ -283,7 +303,7 @@ def _checked(grads: list[Tensor]) -> list[Tensor]:
         local = local_tensor(grad)
         check_gradient(local, f"grads[{index}]")
         if local.layout is torch.sparse_coo:
-            local = sparse_values(local)
+            local = local._values()
             check_overlap(local)  # of fp16, too, which only a plan coalesces
         locals_.append(local)
     return locals_

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from scaler_triton import gradients
 from scaler_triton.dispatch import Backend, Task, choose
-from scaler_triton.gradients import check_gradient, coalesce_fp16, local_tensor, sparse_values
+from scaler_triton.gradients import check_gradient, coalesce_fp16, local_tensor
 from scaler_triton.torch_ops import InverseScale, is_plain
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ Guard = Callable[..., bool]
 
 _spec_of, _shard_of = attrgetter(gradients.SPEC), attrgetter(gradients.SHARD)
 _grad_of = attrgetter("grad")
-_signature = attrgetter("__class__", "layout", "dtype", "device", "shape")
 
 
 class LayoutKey(NamedTuple):
@@ -43,11 +42,6 @@ class LayoutKey(NamedTuple):
 
 class Layout:
     """The part of a batch that is kept between steps: a slot for each tensor, and what its passes use."""
-
-    __slots__ = (
-        "backend", "clips", "counters", "device", "generation", "key", "marked_on_host", "numels", "positions",
-        "tables", "weights",
-    )  # fmt: skip
 
     def __init__(self, key: LayoutKey) -> None:
         self.key, self.device = key, key.device
@@ -82,12 +76,6 @@ class GradPlan:
     A missing gradient leaves its slot empty; only a new shape, stride, dtype or device changes the layouts. The plan
     keeps parameters and layouts alive, but no gradient; it keeps replaced parameters until the next step.
     """
-
-    __slots__ = (
-        "__weakref__", "_forms", "_guards", "_guards_by_form", "_has_fp16", "_reduced_specs", "_rows", "devices",
-        "dtensors", "first_device", "first_spec", "grad_shards", "inverse", "is_distributed", "layouts", "marks",
-        "measures", "parameters", "ranks", "replicas", "requested", "written",
-    )  # fmt: skip
 
     marks: Marks  # of overflows; set by the registry that makes the plan
 
@@ -164,14 +152,13 @@ class GradPlan:
             for index, (grad, guard) in enumerate(zip(grads, self._guards, strict=True))
             if grad is not None and not guard(grad)
         }
-        suspects = grads if self._has_fp16 else new.values()
-        if not allow_fp16 and any(grad is not None and grad.dtype is torch.float16 for grad in suspects):
+        if not allow_fp16 and any(grad is not None and grad.dtype is torch.float16 for grad in grads):
             raise ValueError("Attempting to unscale FP16 gradients.")  # before other errors, as torch does
         changed: dict[int, Tensor] = {}
         for index, grad in new.items():
             form = self._forms[index]
             grads[index] = grad = grad.detach() if grad.requires_grad else grad
-            if form is None or _signature(grad) != form.signature or grad.stride() != form.stride:
+            if form is None or grad.layout is not torch.strided or _form(grad) != form:
                 changed[index] = grads[index] = local_tensor(grad)
         for index, grad in changed.items():  # all before any is replaced
             check_gradient(grad, f"the gradient of parameter {index}")
@@ -185,21 +172,18 @@ class GradPlan:
             if grad.dtype is torch.float16:
                 # The sum of scaled fp16 duplicates may overflow: check the sum.
                 self.parameters[index].grad = grad = coalesce_fp16(grad)
-            sparse[index] = sparse_values(grad)
+            sparse[index] = grad._values()
         if len(changed) > len(sparse):
             self._build_layouts(forms)
         for index in new.keys() - sparse.keys():
-            self._guards[index] = self._guard_for(grads[index])
+            key, local = self._forms[index], grads[index]
+            guard = self._guards_by_form.get(key)
+            if guard is None or not guard(local):
+                guard = self._guards_by_form[key] = form_guard(local)
+            self._guards[index] = guard
         others = group(sparse)
         others += [batch._replace(is_partial=True) for batch in group(partials)]
         return others
-
-    def _guard_for(self, grad: Any) -> Guard:
-        form = _signature(grad), grad.stride()
-        guard: Guard = self._guards_by_form.get(form, unknown)
-        if not guard(grad):
-            guard = self._guards_by_form[form] = form_guard(grad)
-        return guard
 
     def _localise(self, grads: list[Tensor | None]) -> dict[int, Tensor]:
         """Replace DTensors by their local shards; return the tensors to be checked for Partial ones, by parameter."""
@@ -230,7 +214,7 @@ class GradPlan:
     def _build_layouts(self, forms: list[_Form | None]) -> None:
         """Build a layout for each LayoutKey, with a slot for each form; change nothing if this raises."""
         devices = dict.fromkeys(parameter.device for parameter in self.parameters)
-        slots = [(index, form.key, form.numel) for index, form in enumerate(forms) if form is not None]
+        slots = [(index, form.key, form.shape.numel()) for index, form in enumerate(forms) if form is not None]
         self.layouts: list[Layout] = _layouts_of(slots)
         self.devices = [device for device in devices if device.type != "meta"]  # each needs a flag, which can be read
         self.first_device = next(iter(devices), None)
@@ -242,14 +226,14 @@ class GradPlan:
 class _Form(NamedTuple):
     """All that a pass depends on: a gradient of a form that was checked need not be checked again."""
 
-    signature: tuple[Any, ...]
+    kind: type[Tensor]
+    shape: torch.Size
     stride: tuple[int, ...]
     key: LayoutKey
-    numel: int
 
 
 def _form(tensor: Tensor) -> _Form:
-    return _Form(_signature(tensor), tensor.stride(), layout_key(tensor), tensor.numel())
+    return _Form(type(tensor), tensor.shape, tensor.stride(), layout_key(tensor))
 
 
 def _expected_form(parameter: Tensor) -> _Form | None:

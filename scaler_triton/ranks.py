@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaler_triton.dispatch import stacklevel
-from scaler_triton.gradients import dtensor_spec, has_fsdp1, is_fsdp1, num_shards
+from scaler_triton.gradients import dtensor_spec, is_fsdp1, num_shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,7 +60,7 @@ def find(ours: Ours, parameters: Sequence[Tensor], process_group: Any) -> Ranks 
         return None
     if ours.sharded or process_group is not None:
         return group_ranks(parameters, process_group)
-    if several_ranks() and has_fsdp1(parameters):
+    if several_ranks() and any(map(is_fsdp1, parameters)):
         if strict:
             raise RuntimeError(_ON_FSDP1)
         _warn_once(ours, _ON_FSDP1)
@@ -156,7 +156,7 @@ def replicas_of(
     taken to be replicated on all ranks, as under DDP.
     """
     count = 1 if ranks is None else len(ranks.ranks)
-    on_fsdp1 = several_ranks() and has_fsdp1(parameters)
+    on_fsdp1 = several_ranks() and any(map(is_fsdp1, parameters))
     known = _fsdp1_shards(model) if on_fsdp1 and model is not None else {}
     replicas = []
     for index, parameter in enumerate(parameters):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 WIDTH = 160  # characters of an error: a compiler's may be very long
 
 
 def ranges(ranks: Iterable[int]) -> str:
     """Return numbers as ranges: "0-2, 5"."""
-    spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    runs = groupby(enumerate(sorted(set(ranks))), lambda pair: pair[1] - pair[0])  # which is equal within a run
+    spans = [[rank for _, rank in run] for _, run in runs]
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
 
 
 def one_line(text: object, width: int = WIDTH) -> str:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,7 +44,7 @@ def check(tensors: Sequence[Any], found_inf: Tensor) -> None:
     """Set `found_inf` to 1 if a gradient holds NaN or Inf; gradients keep their bits."""
     first = tensors[0]
     if first.dtype in (torch.bfloat16, torch.float64) and not first.is_cpu and is_plain(first):
-        _flag_if(~torch.stack([tensor.isfinite().all() for tensor in tensors]).all(), found_inf)
+        found_inf.masked_fill_(~torch.stack([tensor.isfinite().all() for tensor in tensors]).all(), 1.0)
     else:
         one = one_on(found_inf.device) if type(found_inf) is Tensor else torch.ones_like(found_inf)
         unscale_(tensors, one, found_inf)
@@ -68,7 +67,7 @@ def sum_of_squares(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequen
     if tensors[0].dtype is torch.float64 or not is_plain(tensors[0]):  # fp64 squares overflow where all is finite
         check(tensors, found_inf)
     else:
-        _flag_if(~torch.stack(squares).isfinite().all(), found_inf)
+        found_inf.masked_fill_(~torch.stack(squares).isfinite().all(), 1.0)
     if weights is not None:
         torch._foreach_mul_(squares, list(weights))  # as numbers: a copy to the device could not be captured
     return torch.stack(squares).sum()
@@ -164,27 +163,21 @@ def host_memory(tensor: Tensor) -> memoryview[Any]:
 
 
 class InverseScale:
-    """Computes the inverse of a scale; on the CPU in Python, into one tensor that is reused from step to step."""
-
-    __slots__ = ("_kept", "enlarges")
+    """Computes the inverse of a scale; on the CPU, where its value is quickly read, only if that has changed."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Tensor, memoryview[float]] | None = None
+        self._value: float | None = None
+        self._inverse: Tensor  # of that value
         self.enlarges = False  # whether the last inverse on the CPU was larger than 1
 
     def of(self, scale: Tensor) -> Tensor:
-        """Return `inverse(scale)` of a scale of one element; the next call overwrites it."""
-        value = scale.item() if scale.is_cpu and type(scale) is Tensor else 0.0  # fake tensors cannot be read
-        self.enlarges = abs(value) < 1.0
-        if value == 0.0:  # Python cannot divide by it
+        """Return `inverse(scale)` of a scale of one element; it is kept and must not be written."""
+        if not scale.is_cpu or type(scale) is not Tensor:  # fake tensors cannot be read
             return inverse(scale)
-        if self._kept is None:
-            with torch.inference_mode(False):  # NumPy allocates, as an op of torch may run out of memory
-                number = torch.from_numpy(np.empty((), dtype=np.float32))
-            self._kept = number, host_memory(number)
-        number, memory = self._kept
-        memory[()] = 1.0 / value
-        return number
+        value = scale.item()
+        if value != self._value:  # as NaN does
+            self._inverse, self._value, self.enlarges = inverse(scale), value, abs(value) < 1.0
+        return self._inverse
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -197,7 +190,3 @@ def one_on(device: torch.device) -> Tensor:
     """Return 1.0, fp32 `()`, which is kept and must not be written."""
     with torch.inference_mode(False):
         return torch.ones((), dtype=torch.float32, device=device)
-
-
-def _flag_if(bad: Tensor, found_inf: Tensor) -> None:
-    found_inf.copy_(torch.maximum(found_inf, bad.to(found_inf.dtype)))

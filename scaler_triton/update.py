@@ -13,7 +13,6 @@ last two also have the headroom policy, see `headroom.py`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from scaler_triton import policy
 from scaler_triton.dispatch import choose_for_scale, kernels, stream_of, sync_allowed
 from scaler_triton.flag import FlagRows, HostCopy, OnDevice, any_flag
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import MAX_TRACKER, STREAK, UPDATES
-from scaler_triton.policy import NO_LIMITS, Limits, no_counters
+from scaler_triton.policy import Limits, no_counters
 from scaler_triton.text import count_of
 from scaler_triton.torch_ops import host_memory
 
@@ -145,11 +145,6 @@ class DevicePolicy(OnDevice):
 class Home:
     """How a scale and its tracker are updated: by a kernel, by Python (`on_host`) or by torch's ops."""
 
-    __slots__ = (
-        "address", "by_kernel", "counted", "counters", "device", "growth_tracker", "launch", "on_host", "policy",
-        "rows", "scale", "stream", "tracker",
-    )  # fmt: skip
-
     def __init__(self, scale: Any, growth_tracker: Any, ours: Ours) -> None:
         self.scale, self.growth_tracker, self.device = scale, growth_tracker, scale.device
         self.rows: FlagRows = ours.rows_on(scale.device)
@@ -161,9 +156,8 @@ class Home:
         values = ours.counters.values
         self.counters: Any = values if self.on_host and isinstance(values, list) else ours.counters.on(scale.device)
         if self.by_kernel:
-            if self.device not in ours.policies:
-                ours.policies[self.device] = DevicePolicy(self.device)
-            self.policy = ours.policies[self.device]
+            self.policy = ours.policies.get(self.device) or DevicePolicy(self.device)
+            ours.policies[self.device] = self.policy
             self.launch = self._launch(ours)
         if self.on_host:
             self.counted = self.counters if isinstance(self.counters, list) else host_memory(self.counters)
@@ -211,7 +205,7 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         return
     is_own = home.by_kernel and len(own) == len(checked)
     if is_own:
-        policy, launch = home.policy, home.launch
+        launch = home.launch
     else:
         headroom = ours.headroom
         flag = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device)
@@ -219,11 +213,11 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         if not home.by_kernel:
             update_by_ops_(scale, tracker, flag, numbers, limits, home.counters, headroom, measured)
             return
-        policy, mask = home.policy, 1
-        options = {} if headroom is None else headroom.options(measured)
-        launch = kernels().update_scale.bind_update(flag, flag, policy.memory, home.counters, clear=False, **options)
-    if policy.held != (numbers, limits):
-        policy.hold(numbers, limits)
+        options, mask = {} if headroom is None else headroom.options(measured), 1
+        tensors = flag, flag, home.policy.memory, home.counters
+        launch = kernels().update_scale.bind_update(*tensors, clear=False, **options)
+    if home.policy.held != (numbers, limits):
+        home.policy.hold(numbers, limits)
     for step in checked if is_own and not captured else ():
         if step.reader is not None and step.reader != home.stream():  # a fused step, whose flag is going to be cleared
             torch.cuda.current_stream(home.device).wait_stream(kernels().launch.stream(home.device, step.reader))
@@ -245,7 +239,9 @@ def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> Non
         )
     if isinstance(new_scale, bool):  # torch refuses it, too
         raise TypeError(f"new_scale must be a number, got {new_scale}")
-    number = ours.limits.check_within(new_scale, "new_scale")
+    number, (low, high, *_) = policy.check_number("scale", new_scale, "new_scale"), ours.limits
+    if not low <= policy.as_fp32(number) <= high:
+        raise ValueError(f"new_scale must be in [min_scale, max_scale], [{low}, {high}], got {new_scale!r}")
     if checked:  # as an update that changes neither scale nor tracker
         counters = ours.counters.on(scale.device)
         found_inf = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), scale.device)
@@ -388,27 +384,3 @@ def _counted(counters: Tensor, bad: Tensor, scale: Tensor, after: Tensor, *, kee
 def _clamped(scale: Tensor, limits: Limits) -> Tensor:
     low, high = limits.min_scale, limits.max_scale
     return scale.nan_to_num(nan=low, posinf=high).clamp(low, high)
-
-
-def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, numbers: Numbers, requested: str) -> None:
-    """Update once by the backend of the scale's device, without limits or counters, as `torch._amp_update_scale_`."""
-    if choose_for_scale(scale, requested) == "triton":
-        policy, counters = _kept_policy(scale.device, numbers)
-        launch = kernels().update_scale.bind_update(found_inf, found_inf, policy, counters, clear=False)
-        launch(scale, growth_tracker, 1)
-        increment_version((scale,))
-    elif scale.is_cpu and type(scale) is Tensor:
-        memory = host_memory(growth_tracker.view(-1))
-        update_on_host_(scale, memory, found_inf.item() != 0, numbers, NO_LIMITS, no_counters())
-    else:
-        counters = torch.zeros(abi.COUNTERS, dtype=torch.int64, device=scale.device)
-        update_by_ops_(scale, growth_tracker, found_inf, numbers, NO_LIMITS, counters)
-
-
-@functools.cache  # never freed: a graph may read and write them at each replay
-def _kept_policy(device: torch.device, numbers: Numbers) -> tuple[Tensor, Tensor]:
-    """Return the numbers on the device, and counters that nobody reads."""
-    policy = DevicePolicy(device).hold(numbers, NO_LIMITS)
-    ignored = torch.zeros(abi.COUNTERS, dtype=torch.int64, device=device)
-    torch.get_device_module(device).synchronize(device)  # the next call may be on another stream
-    return policy, ignored

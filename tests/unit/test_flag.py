@@ -88,7 +88,7 @@ def test_rows_made_in_inference_mode_are_written_outside() -> None:
 def test_clear_forgets_the_last_check(on_gpu: bool) -> None:
     made = cleared(on_gpu=on_gpu)
     made.status.copy_(torch.tensor([1.0, 1.0, 3.0, 6.0]))
-    made.agreed_by_sums(2)
+    made.summed_over = 2
     made.start_copy()
     made.saved, made.cleared = True, False
     made.clear()
@@ -215,7 +215,7 @@ def test_who_reads_the_flag_learns_of_another_ranks_failure_or_scale(
 
 def of_totals(totals: Sequence[Any], ranks: int) -> Flag:
     made = cleared()
-    made.agreed_by_sums(ranks)
+    made.summed_over = ranks
     made.read_sums(torch.tensor(totals, dtype=torch.float64))
     return made
 

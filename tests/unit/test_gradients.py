@@ -58,7 +58,7 @@ KINDS: dict[str, Callable[[], list[Tensor | None]]] = {
 
 
 def values(grad: Any) -> Tensor:
-    return gradients.sparse_values(grad) if grad.is_sparse else grad
+    return grad._values() if grad.is_sparse else grad
 
 
 def params_of(optimizer: Any) -> list[Any]:
@@ -237,7 +237,7 @@ def test_marks_of_fsdp1_and_of_ddp_over_tensor_parallel(mark: str) -> None:
     assert gradients.local_tensor(parameter) is parameter
     assert gradients.is_distributed(parameter) is bool(mark)
     assert gradients.reduced(parameter) is parameter
-    assert gradients.has_fsdp1([torch.ones(1), parameter]) is (mark == "_fsdp_flattened")
+    assert gradients.is_fsdp1(parameter) is (mark == "_fsdp_flattened")
     assert gradients.dtensor_spec(parameter) is (parameter._st_info if mark == "_st_info" else None)
 
 

@@ -185,7 +185,7 @@ def test_one_update_takes_the_flags_of_all_optimizers_wherever_they_are(place: P
 
 
 BAD_SCALES: list[tuple[Any, type[Exception], str]] = [
-    (10**400, ValueError, "new_scale must be a positive finite fp32 number, got 1000"),
+    (10**400, ValueError, "new_scale must be a positive finite fp32 number"),
     (1.0, ValueError, r"new_scale must be in \[min_scale, max_scale\], \[2.0, 4096.0\], got 1.0"),
     (torch.tensor(8192.0), ValueError, r"new_scale must be in \[min_scale, max_scale\], .*, got tensor\(8192.\)"),
     ("8", TypeError, "new_scale must be a number, got '8'"),
