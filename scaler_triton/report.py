@@ -53,18 +53,19 @@ class Marks:
     def follow(self, layout: Layout, home: torch.device) -> None:
         """Prepare a layout for a kernel that marks with the generation of the counters on `home`, the scale's device.
 
-        The layouts of sparse and Partial gradients are made anew in each step, so their marks are lost.
+        The layouts of sparse and Partial gradients are made anew in each step: marks would be lost with them.
         """
         device = layout.device
         if device != home:  # kernels cannot read another GPU's memory
             self._unmarked.add(f"gradients on {device}, where the scale is not")
             return
+        if not any(layout is known for known in self.plan.layouts):
+            self._unmarked.add(f"sparse and Partial gradients on {device}")
+            return
         layout.counters = counters = self.counters.on(home)
         layout.generation = counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # the low words of int64
         for each in layout.tables.values():
             each.mark_with(layout.generation)
-        if not any(layout is known for known in self.plan.layouts):
-            self._unmarked.add(f"sparse and Partial gradients on {device}")
 
     def mark_on_host(self, batch: Batch) -> None:
         """Mark the gradients of a batch on the CPU that are not finite."""
