@@ -223,9 +223,11 @@ class Steps(dict[Any, Any]):
 
     def last(self, optimizer: Any) -> OptimizerStep | None:
         """Return the step of an optimizer, or of the one in a wrapper; None if there is none."""
-        inner = unwrap(optimizer)
-        step = self.get(id(inner))
-        return step if type(step) is OptimizerStep and step.handles.get(id(inner), _nobody)() is inner else None
+        for each in (optimizer, unwrap(optimizer)):  # a wrapper may have got another optimizer since its last step
+            step = self.get(id(each))
+            if type(step) is OptimizerStep and step.handles.get(id(each), _nobody)() is each:
+                return step
+        return None
 
     def plan(self, step: OptimizerStep, optimizer: Any) -> GradPlan:
         """Return the plan of the optimizer's gradients, a new one if its parameters changed.

@@ -542,6 +542,7 @@ def test_a_wrapper_that_has_got_another_optimizer_steps_that(kind: str) -> None:
     scaler.step(wrapper)
     scaler.update()
     wrapper.optimizer = other
+    assert scaler.was_skipped(wrapper) is False  # its last step, until the next one
     scaler.step(wrapper)
     assert values(other) == [-1.0]
     assert not hasattr(other, "found_inf")
