@@ -168,15 +168,17 @@ class InverseScale:
     def __init__(self) -> None:
         self._value: float | None = None
         self._inverse: Tensor  # of that value
-        self.enlarges = False  # whether the last inverse on the CPU was larger than 1
+        self.enlarges = False  # whether the last inverse was larger than 1, or may have been
 
     def of(self, scale: Tensor) -> Tensor:
         """Return `inverse(scale)` of a scale of one element; it is kept and must not be written."""
         if not scale.is_cpu or type(scale) is not Tensor:  # fake tensors cannot be read
+            self.enlarges = True
             return inverse(scale)
         value = scale.item()
+        self.enlarges = abs(value) < 1.0
         if value != self._value:  # as NaN does
-            self._inverse, self._value, self.enlarges = inverse(scale), value, abs(value) < 1.0
+            self._inverse, self._value = inverse(scale), value
         return self._inverse
 
 

@@ -206,8 +206,9 @@ def test_the_inverse_is_rounded_once_and_kept_for_the_same_scale(scale: float, s
 
 @pytest.mark.parametrize("make", [lambda s: s.to("meta"), lambda s: torch.nn.Parameter(s, False)], ids=["meta", "own"])
 def test_the_inverse_of_what_python_cannot_read_is_an_op(make: Any) -> None:
-    got = InverseScale().of(make(torch.tensor(4.0)))
-    assert (got.dtype, got.shape) == (torch.float32, ())
+    kept = InverseScale()
+    got = kept.of(make(torch.tensor(4.0)))
+    assert (got.dtype, got.shape, kept.enlarges) == (torch.float32, (), True)  # as it may be
 
 
 def test_memory_is_the_tensors_own() -> None:
