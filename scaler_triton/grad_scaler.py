@@ -131,10 +131,9 @@ class GradScaler(torch.amp.GradScaler):
                 text = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
                 warnings.warn(text, stacklevel=stacklevel())
             enabled = False
-        if enabled:  # torch compares them with 1
-            growth_factor = policy.as_float(growth_factor, "growth_factor")
-            backoff_factor = policy.as_float(backoff_factor, "backoff_factor")
         factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+        if enabled:  # torch compares them with 1
+            factors = {name: policy.as_float(value, name) for name, value in factors.items()}
         numbers = {"init_scale": init_scale, **factors, "growth_interval": growth_interval}
         super().__init__(device=device, enabled=enabled, **numbers)  # type: ignore[arg-type]
         limits = NO_LIMITS
