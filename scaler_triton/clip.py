@@ -95,7 +95,7 @@ def _clip_scaled(
                 part.step.outcome = None
             read: Any = check.measure(scaler, parts, ranks)
         else:
-            read = _unscale(scaler, parts, request)
+            read = _unscale_and_read(scaler, parts, request)
     except Exception:  # the other ranks wait in the norm's reduction
         report()
         raise
@@ -103,7 +103,7 @@ def _clip_scaled(
         if request.at_once:
             norm, refused = _clip_at_once(scaler, parts, ranks, request, read)
         else:
-            norm, flag, refused = _write_(read, ranks, request)
+            norm, flag, refused = _clip_by_terms_(read, ranks, request)
             for part in parts if len(parts) > 1 or ranks is not None else ():
                 _take_flag(scaler, part, flag, ranks)
     except BaseException:  # gradients are half written
@@ -174,8 +174,8 @@ def _clip_at_once(
     return torch_ops.norm_of(totals) if norm is None else norm, refused
 
 
-def _unscale(scaler: GradScaler, parts: list[Part], request: Request) -> tuple[list[Tensor], Tensor]:
-    """Unscale the optimizers one by one, then `_read` the chosen gradients."""
+def _unscale_and_read(scaler: GradScaler, parts: list[Part], request: Request) -> tuple[list[Tensor], Tensor]:
+    """Unscale the optimizers one by one, then return the `_terms_of` the chosen gradients."""
     ready = [part for part in parts if part.step.phase in (READY, CARRIED)]
     for part in ready:  # every gradient is validated before the first is written
         part.plan.collect(allow_fp16=scaler._ours.allow_fp16)
@@ -183,7 +183,7 @@ def _unscale(scaler: GradScaler, parts: list[Part], request: Request) -> tuple[l
         scaler.unscale_(part.optimizer)
     flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), scaler._scale.device)
     parameters = parameters_of(*(part.optimizer for part in parts))
-    return _read(parameters, chain(*(part.replicas for part in parts)), flag, request)
+    return _terms_of(parameters, chain(*(part.replicas for part in parts)), flag, request)
 
 
 def _clip_unscaled(
@@ -200,7 +200,8 @@ def _clip_unscaled(
         return torch.nn.utils.clip_grad_norm_(clipped, *options), False
     ranks = group_ranks(parameters, group) if together or group is not None else mesh_ranks(parameters)
     flag = torch.zeros((), dtype=torch.float32, device=parameters[0].device if parameters else "cpu")
-    norm, _, refused = _write_(_read(parameters, replicas_of(parameters, ranks, model), flag, request), ranks, request)
+    read = _terms_of(parameters, replicas_of(parameters, ranks, model), flag, request)
+    norm, _, refused = _clip_by_terms_(read, ranks, request)
     return norm, refused
 
 
@@ -241,10 +242,10 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) 
             ranks.reduce_(values, "MAX" if request.norm_type == math.inf else "SUM")
 
 
-def _read(
+def _terms_of(
     parameters: Iterable[Tensor], replicas: Iterable[int], flag: Tensor, request: Request
 ) -> tuple[list[Tensor], Tensor]:
-    """Return this rank's shards of the chosen gradients, first reduced where needed, and its terms for `_write_`.
+    """Return this rank's shards of the chosen gradients, first reduced where needed, and what it adds to their norm.
 
     The terms are fp64, [3], on the device of the flag (fp32, `()`); `replicas` says how many ranks hold each parameter.
     """
@@ -270,8 +271,10 @@ def _read(
     return grads, torch.stack([torch.where(is_nan, 0.0, term), is_nan.double(), flag.double()])
 
 
-def _write_(read: tuple[list[Tensor], Tensor], ranks: Ranks | None, request: Request) -> tuple[Tensor, Tensor, bool]:
-    """Clip what `_read` returned by the norm of all ranks' gradients; return it, their flag, and if it is refused.
+def _clip_by_terms_(
+    read: tuple[list[Tensor], Tensor], ranks: Ranks | None, request: Request
+) -> tuple[Tensor, Tensor, bool]:
+    """Clip by what `_terms_of` returned on all ranks; return the norm, the flag, and whether the norm is refused.
 
     One reduction gives norm and flag, each shard counted once:
     (sum over ranks and shards of abs(g) ** order / replicas) ** (1 / order), for inf the largest abs(g)

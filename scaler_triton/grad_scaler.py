@@ -132,7 +132,7 @@ class GradScaler(torch.amp.GradScaler):
                 warnings.warn(text, stacklevel=stacklevel())
             enabled = False
         factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
-        if enabled:  # torch compares them with 1
+        if enabled:  # torch compares them with 1 before it checks that they are numbers
             factors = {name: policy.as_float(value, name) for name, value in factors.items()}
         numbers = {"init_scale": init_scale, **factors, "growth_interval": growth_interval}
         super().__init__(device=device, enabled=enabled, **numbers)  # type: ignore[arg-type]

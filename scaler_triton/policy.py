@@ -76,14 +76,14 @@ def as_fp32(number: float) -> float:
 
 
 def as_float(value: Any, name: str) -> float:
-    """Return `value` as a float, also one of another type such as numpy's; infinite if it is beyond every float."""
+    """Return `value` as a float, also one of another type such as numpy's; inf for an int that no float holds."""
     if isinstance(value, str | bytes | bytearray):  # float() would parse it
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be a number, got {one_line(repr(value))}") from error
-    except OverflowError:  # of an int beyond every float
+    except OverflowError:
         return math.inf if value > 0 else -math.inf
 
 

@@ -307,7 +307,7 @@ def test_an_overridden_unscale_is_called(norm_type: float) -> None:
     assert (scaler.clip_grad_norm_(optimizer, 1.0, norm_type).item(), seen) == (2.0, [optimizer])
 
 
-WRITING = [("at once", "passes.clip_batch_"), ("norm", "clip._write_"), ("norm", "torch_ops.coefficient")]
+WRITING = [("at once", "passes.clip_batch_"), ("norm", "clip._clip_by_terms_"), ("norm", "torch_ops.coefficient")]
 
 
 @pytest.mark.parametrize(("way", "where"), [*WRITING, ("parameters", "torch_ops.coefficient")])
