@@ -129,18 +129,19 @@ class OptimizerStep(dict[str, Any]):
             is_read_later = not (by_step or self.captured)
             if is_read_later and not getattr(self.owner(), "_step_supports_amp_scaling", False):
                 flag.start_copy()
-        elif self.phase is CARRIED:  # an overflow that was found before the division still counts
-            for device, found in flags.items():
-                self.kept[device] = torch.maximum(found, self.kept.get(device, found))
+
+    def keep(self) -> None:
+        """Add what a check has found since the update to what a CARRIED step is going to use."""
+        for device, flag in self[_FLAGS].items():
+            found = as_flag(flag, device)
+            self.kept[device] = torch.maximum(found, self.kept.get(device, found))
 
     def resume(self, captured: bool) -> None:
         """Continue a CARRIED step, or start it over if only one of its check and this call is captured in a graph."""
         if captured != self.captured:
             self.reset()
             return
-        for device, flag in self[_FLAGS].items():  # a caller has checked them since
-            kept = self.kept.get(device)
-            self.kept[device] = flag if kept is None else torch.maximum(kept, as_flag(flag, device))
+        self.keep()
         self[_FLAGS], self.kept = self.kept, {}
         if self.plan is not None:
             self.plan.marks.resume(self[_FLAGS])
@@ -278,7 +279,9 @@ class Steps(dict[Any, Any]):
         """
         steps = self.all()
         for step in steps:
-            if step["stage"] is UNSCALED_STAGE and step.phase in (UNSCALED, FAILED):
+            if step.phase is CARRIED:
+                step.keep()
+            elif step["stage"] is UNSCALED_STAGE and step.phase in (UNSCALED, FAILED):
                 goes_on = any(each.phase is STEPPED for each in steps)
                 over = step.raised or not step.clipped or (step.phase is FAILED and not goes_on)
                 kept = {} if step.stale or (for_guard and over) else step[_FLAGS]

@@ -456,6 +456,9 @@ class Specification(torch.amp.GradScaler):
             return
         self._check_scale_growth_tracker("update")
         states, unstepped = self._per_optimizer_states, self._unstepped()
+        for key, flag in self._carried.items():
+            if key in states and is_ready(states[key]):  # what was found since the last update counts in the next, too
+                self._carried[key] = flag or any_set(states[key]["found_inf_per_device"])
         if new_scale is None:
             self._update_by_flags()
         else:

@@ -468,6 +468,19 @@ def test_what_a_check_finds_or_others_set_after_the_update_counts(kind: str, fou
     assert scaler.was_skipped(optimizer) is True
 
 
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("updates", [False, True])
+def test_of_checks_after_one_update_the_last_counts(kind: str, updates: bool) -> None:
+    scaler, optimizer = begin(kind, "CARRIED", None)
+    for value in (math.nan, 2.0):
+        renew(optimizer, value)
+        scaler._check_inf_per_device(optimizer)
+    if updates:
+        scaler.update()
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
 def test_gradients_that_graphs_may_have_written_are_not_carried() -> None:
     """A replay writes new ones, and no call of `scale` tells of it."""
     scaler, optimizer = begin("", "UNSCALED", None)
