@@ -2,7 +2,7 @@
 
     batches = plan.collect()                  every gradient is validated before the first is written
     passes.check(batches)                     flag = any gradient is NaN or Inf; perhaps g *= 1 / scale
-    flag.agree(numbers, ranks)                one reduction, where other ranks must agree
+    flag.agree(numbers, peers)                one reduction, where other ranks must agree
     step.checked()                            keeps the flag; UNSCALED if it divided
 
 Only here does a rank report its failure to the others: it joins the reduction with the flag set, then raises. The
@@ -31,13 +31,13 @@ from scaler_triton.flag import (
     sum_totals_,
     write_scales,
 )
-from scaler_triton.headroom import HeadroomRule, Reader
+from scaler_triton.headroom import HeadroomRule
 from scaler_triton.kernels.abi import MEASURED_AT, SCALES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.ranks import Ranks
 from scaler_triton.spikes import Guard
-from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep, Steps, parameters_of
+from scaler_triton.step import CARRIED, FAILED, STEPPED, UNSCALED, OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import inverse
 from scaler_triton.update import Counters, DevicePolicy, Home, LaggingCounters, SkipStreakError
 
@@ -54,7 +54,7 @@ class Ours:
 
     __slots__ = (
         "__weakref__", "allow_fp16", "by_norm", "counters", "guard", "headroom", "home", "lagging", "limits",
-        "policies", "reader", "rows", "scale_copy", "sharded", "steps", "warned",
+        "policies", "rows", "scale_copy", "sharded", "steps", "warned",
     )  # fmt: skip
 
     def __init__(self, sharded: bool) -> None:
@@ -62,7 +62,6 @@ class Ours:
         self.guard: Guard | None = None  # None: gradients are scaled
         self.by_norm = False  # whether a guard looks for spikes: every check then gives a norm
         self.headroom: HeadroomRule | None = None  # None: torch's rule
-        self.reader = Reader()
         self.limits: Limits = NO_LIMITS
         self.counters = Counters()
         self.lagging = LaggingCounters()
@@ -96,45 +95,46 @@ def check(
     ours, scale = scaler._ours, scaler._scale
     by_norm = ours.by_norm and judge
     step.outcome = None
-    together: Ranks | None = None
+    peers: Ranks | None = None
     try:
         if by_norm:
             open_window(scaler, step)
         plan = ours.steps.plan(step, optimizer)
         plan.written = False
         if plan.is_distributed or ours.sharded or scaler.process_group is not None:
-            together = ranks_of(scaler, plan)
+            peers = peers_of(scaler, plan)
         if by_norm:
-            part = Part(optimizer, step, plan, replicas_in(plan, together, None, guess=True))
-            totals = measure(scaler, [part], together)
+            part = Part(optimizer, step, plan, replicas_in(plan, peers, None, guess=True))
+            totals = measure(scaler, [part], peers)
             flag, flags = part.flag, part.flags
         elif getattr(scaler._unscale_grads_, "__func__", None) not in OUR_METHODS:
-            flag, plan.written = new_flag(scaler, step), divide  # it may check gradients that are not in the plan
+            # It may check gradients that are not in the plan.
+            flag, plan.written = new_flag(scaler, step, divide), divide
             factor = inverse(scale) if divide else torch.ones_like(flag.found_inf)
             flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, ours.allow_fp16 or not divide)
         else:
-            flag = new_flag(scaler, step)
+            flag = new_flag(scaler, step, divide)
             batches = plan.collect(allow_fp16=ours.allow_fp16 or not divide)
             flags, _ = passes.check(plan, batches, scale, flag, divide=divide and ours.guard is None)
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
             flag.add(flags.values())
-        if together is not None and not by_norm:
+        if peers is not None and not by_norm:
             numbers = flag.numbers(scale)
     except BaseException as error:
-        fail(scaler, step, optimizer, together, by_norm=by_norm, tell=isinstance(error, Exception))
+        fail(scaler, step, optimizer, peers, by_norm=by_norm, tell=isinstance(error, Exception))
         raise
     try:
         if by_norm:
-            agree_on_norm(scaler, [part], totals, together)
-        elif together is not None:
-            flag.agree(numbers, together)
+            agree_on_norm(scaler, [part], totals, peers)
+        elif peers is not None:
+            flag.agree(numbers, peers)
         if only_here and plan.devices == [flag.device]:
             agreed = flags
-        elif together is None and len(flags) == 1 and plan.devices == [*flags] and not by_norm:
+        elif peers is None and len(flags) == 1 and plan.devices == [*flags] and not by_norm:
             agreed = {device: as_flag(found_inf, device) for device, found_inf in flags.items()}  # it is there already
         else:
-            agreed = flags_on(scaler, flag, flags, plan, together)
+            agreed = flags_on(scaler, flag, flags, plan, peers)
         step.checked(flag, agreed, divided=divide, by_step=by_step)
         if not by_step:
             ours.steps.unfinished = True
@@ -157,7 +157,7 @@ class Part:
         self.batches: list[Batch] = []
 
 
-def measure(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None) -> Tensor:
+def measure(scaler: GradScaler, parts: Sequence[Part], peers: Ranks | None) -> Tensor:
     """Check optimizers' gradients; return this rank's totals of their norm, on the scale's device."""
     scale, every = scaler._scale, []
     for part in parts:
@@ -172,20 +172,19 @@ def measure(scaler: GradScaler, parts: Sequence[Part], ranks: Ranks | None) -> T
     if len(every) == 1:
         return every[0]  # they hold the scale
     summed = torch.stack(every).sum(0) if every else torch.zeros(TOTALS, dtype=torch.float64, device=scale.device)
-    if ranks is not None:
+    if peers is not None:
         write_scales(summed[SCALES:], scale)
     return summed
 
 
-def agree_on_norm(scaler: GradScaler, parts: Sequence[Part], totals: Tensor, together: Ranks | None) -> None:
+def agree_on_norm(scaler: GradScaler, parts: Sequence[Part], totals: Tensor, peers: Ranks | None) -> None:
     """Sum the totals over the ranks, by one all-reduce; a guard then judges the norm, and sets the flags."""
-    if together is not None:
-        sum_totals_([part.flag for part in parts], totals, together)
+    if peers is not None:
+        sum_totals_([part.flag for part in parts], totals, peers)
     first, window = parts[0], parts[0].step.window  # of a guard that looks for spikes
-    if window is not None and (together is not None or any(part.flags for part in parts)):
-        ranks = 0 if together is None else len(together.ranks)
+    if window is not None and (peers is not None or any(part.flags for part in parts)):
         again = bool(first.step["found_inf_per_device"]) and first.step.flag is not None  # None: it FAILED before
-        window.judge(totals, first.flag, scaler._ours.counters, ranks, first=not again)
+        window.judge(totals, first.flag, scaler._ours.counters, first=not again)
 
 
 def open_window(scaler: GradScaler, step: OptimizerStep) -> None:
@@ -198,11 +197,11 @@ def open_window(scaler: GradScaler, step: OptimizerStep) -> None:
         step.window = ours.guard.window(device, ours.steps.requested)
 
 
-def replicas_in(plan: GradPlan, together: Ranks | None, model: nn.Module | None, *, guess: bool = False) -> list[int]:
+def replicas_in(plan: GradPlan, peers: Ranks | None, model: nn.Module | None, *, guess: bool = False) -> list[int]:
     """Return `replicas_of` the plan's parameters, which the plan keeps; to `guess`, those of any model will do."""
-    key = (together, None if model is None else weakref.ref(model), guess)
-    if plan.replicas is None or (plan.replicas[0] != key and not (guess and plan.replicas[0][0] == together)):
-        plan.replicas = key, ranks.replicas_of(plan.parameters, together, model, guess=guess)
+    key = (peers, None if model is None else weakref.ref(model), guess)
+    if plan.replicas is None or (plan.replicas[0] != key and not (guess and plan.replicas[0][0] == peers)):
+        plan.replicas = key, ranks.replicas_of(plan.parameters, peers, model, guess=guess)
     return plan.replicas[1]
 
 
@@ -225,18 +224,18 @@ def _weights(batch: Batch, replicas: Sequence[int]) -> list[float] | None:
     return layout.weights[1]
 
 
-def ranks_of(scaler: GradScaler, plan: GradPlan, *joint: GradPlan) -> Ranks | None:
+def peers_of(scaler: GradScaler, plan: GradPlan, *joint: GradPlan) -> Ranks | None:
     """Return the ranks that must agree on one optimizer, or on several together; the first one's plan keeps them."""
     ours, key = scaler._ours, (scaler.process_group, ranks.default_group(), *map(weakref.ref, joint))
-    if plan.ranks is None or plan.ranks[0] != key:
+    if plan.peers is None or plan.peers[0] != key:
         held = [parameter for each in (plan, *joint) for parameter in each.parameters]
-        plan.ranks = key, ranks.find(ours, held, scaler.process_group)
-        others = [step.plan.ranks for step in ours.steps.all() if step.plan is not None and step.plan.ranks is not None]
-        ranks.warn_if_apart(ours, plan.ranks[1], [theirs for their_key, theirs in others if their_key == key])
-    return plan.ranks[1]
+        plan.peers = key, ranks.find(ours, held, scaler.process_group)
+        others = [step.plan.peers for step in ours.steps.all() if step.plan is not None and step.plan.peers is not None]
+        ranks.warn_if_apart(ours, plan.peers[1], [theirs for their_key, theirs in others if their_key == key])
+    return plan.peers[1]
 
 
-def new_flag(scaler: GradScaler, step: OptimizerStep) -> Flag:
+def new_flag(scaler: GradScaler, step: OptimizerStep, divide: bool = True) -> Flag:
     """Return a cleared flag on the scale's device: the step's, unless that holds an earlier check's result."""
     scale, flag = scaler._scale, step.flag
     if flag is None or flag.device != scale.device or step["found_inf_per_device"]:
@@ -246,22 +245,23 @@ def new_flag(scaler: GradScaler, step: OptimizerStep) -> Flag:
         flag.rows.captured.add(flag)  # each replay writes it
     flag.clear(captured)
     if flag.measured is not None:
-        flag.measured.zero_()[MEASURED_AT] = 1.0 if step.phase is UNSCALED else scale.reshape(())
+        is_divided = not divide and step.phase in (UNSCALED, CARRIED)
+        flag.measured.zero_()[MEASURED_AT] = 1.0 if is_divided else scale.reshape(())
     return flag
 
 
-def flags_on(scaler: GradScaler, flag: Flag, checked: Flags, plan: GradPlan, together: Ranks | None) -> Flags:
+def flags_on(scaler: GradScaler, flag: Flag, checked: Flags, plan: GradPlan, peers: Ranks | None) -> Flags:
     """Return the agreed flag on every device that needs it; none if there is none: step and update then raise."""
-    if not has_flag(scaler, checked, together):
+    if not has_flag(scaler, checked, peers):
         return {}
     if [*checked] == plan.devices == [flag.device]:
         return {flag.device: flag.found_inf}
     return flag.on_devices((*checked, *plan.devices) or (flag.device,))
 
 
-def has_flag(scaler: GradScaler, checked: Flags, together: Ranks | None) -> bool:
+def has_flag(scaler: GradScaler, checked: Flags, peers: Ranks | None) -> bool:
     """Return whether a check gives a flag: here, or where other ranks may have gradients, something was checked."""
-    return bool(checked or together) or (scaler._ours.sharded and ranks.is_in_a_group(scaler.process_group))
+    return bool(checked or peers) or (scaler._ours.sharded and ranks.is_in_a_group(scaler.process_group))
 
 
 def resume(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
@@ -275,7 +275,7 @@ def fail(
     scaler: GradScaler,
     step: OptimizerStep,
     optimizer: Any,
-    together: Ranks | None = None,
+    peers: Ranks | None = None,
     *,
     by_norm: bool | None = None,
     tell: bool = True,
@@ -284,7 +284,7 @@ def fail(
 
     This rank's step will be skipped if theirs will, or if gradients have been written.
     """
-    told = (together or ranks_that_wait(scaler, [optimizer])) if tell else None
+    told = (peers or ranks_that_wait(scaler, [optimizer])) if tell else None
     try:
         if told is not None or (step.plan is not None and step.plan.written):
             step_failed(scaler, step)
@@ -303,20 +303,20 @@ def ranks_that_wait(scaler: GradScaler, optimizers: Sequence[Any]) -> Ranks | No
     Where there is no scale yet it is made: the others back off in `update`, and so must this rank.
     """
     with suppress(Exception):  # such as an illegal process_group, which fails on every rank
-        together = ranks.find(scaler._ours, parameters_of(*optimizers), scaler.process_group)
-        if together is not None and (scaler._scale is None or scaler._growth_tracker is None):
+        peers = ranks.find(scaler._ours, parameters_of(*optimizers), scaler.process_group)
+        if peers is not None and (scaler._scale is None or scaler._growth_tracker is None):
             scaler._lazy_init_scale_growth_tracker(_home_of(scaler, optimizers))
-        return together
+        return peers
     return None
 
 
 def fail_early(scaler: GradScaler, optimizer: Any, *, by_step: bool) -> None:
     """Report an error that came before the check, perhaps in `step`."""
     with suppress(Exception):  # the first error is more important
-        together = ranks_that_wait(scaler, [optimizer])
-        if together is not None:
+        peers = ranks_that_wait(scaler, [optimizer])
+        if peers is not None:
             step = scaler._ours.steps.open(optimizer)
-            fail(scaler, step, optimizer, together)
+            fail(scaler, step, optimizer, peers)
             step.raised |= by_step
 
 

@@ -67,17 +67,17 @@ def clip_grad_norm_(
     parameters: Iterable[Tensor] | Tensor | None,
 ) -> Tensor:
     """Do the work of `GradScaler.clip_grad_norm_`."""
-    together = _checked_optimizers(optimizers)
+    optimizers = _checked_optimizers(optimizers)
     with torch.no_grad():
-        chosen = None if parameters is None else _chosen_ids(parameters, together)
-        bound, order = policy.check_number("max_norm", max_norm), policy.check_norm_type(norm_type, positive=True)
+        chosen = None if parameters is None else _chosen_ids(parameters, optimizers)
+        bound, order = policy.check_number("max_norm", max_norm), policy.check_norm_type(norm_type)
         if not isinstance(model, nn.Module | None):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
         is_ours = {getattr(each, "__func__", None) for each in (scaler.unscale_, scaler._unscale_grads_)} <= OUR_METHODS
         at_once = chosen is None and order == 2.0 and is_ours
         request = Request(bound, order, error_if_nonfinite, chosen, at_once)
         clip = _clip_scaled if scaler._enabled else _clip_unscaled
-        norm, refused = clip(scaler, together, request, model)
+        norm, refused = clip(scaler, optimizers, request, model)
         if refused:
             raise RuntimeError(_NONFINITE.format(order))
         return norm
@@ -88,12 +88,12 @@ def _clip_scaled(
 ) -> tuple[Tensor, bool]:
     """Unscale and clip; return the norm, and whether it must raise, so that nothing was clipped."""
     report = partial(_fail_together, scaler, optimizers, request)
-    parts, ranks = _open(scaler, optimizers, request, model, report)
+    parts, peers = _open(scaler, optimizers, request, model, report)
     try:
         if request.at_once:
             for part in parts:
                 part.step.outcome = None
-            read: Any = check.measure(scaler, parts, ranks)
+            read: Any = check.measure(scaler, parts, peers)
         else:
             read = _unscale_and_read(scaler, parts, request)
     except Exception:  # the other ranks wait in the norm's reduction
@@ -101,11 +101,11 @@ def _clip_scaled(
         raise
     try:
         if request.at_once:
-            norm, refused = _clip_at_once(scaler, parts, ranks, request, read)
+            norm, refused = _clip_at_once(scaler, parts, peers, request, read)
         else:
-            norm, flag, refused = _clip_by_terms_(read, ranks, request)
-            for part in parts if len(parts) > 1 or ranks is not None else ():
-                _take_flag(scaler, part, flag, ranks)
+            norm, flag, refused = _clip_by_terms_(read, peers, request)
+            for part in parts if len(parts) > 1 or peers is not None else ():
+                _take_flag(scaler, part, flag, peers)
     except BaseException:  # gradients are half written
         for part in parts:
             check.step_failed(scaler, part.step)
@@ -132,32 +132,32 @@ def _open(
         for step in steps:
             check.open_window(scaler, step)
         plans = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, optimizers, strict=True)]
-        ranks = check.ranks_of(scaler, *plans)
-        replicas = [check.replicas_in(plan, ranks, model) for plan in plans]
+        peers = check.peers_of(scaler, *plans)
+        replicas = [check.replicas_in(plan, peers, model) for plan in plans]
     except ValueError:  # a wrong argument raises on all ranks
         raise
     except Exception:
         report()
         raise
-    return list(map(Part, optimizers, steps, plans, replicas)), ranks
+    return list(map(Part, optimizers, steps, plans, replicas)), peers
 
 
 def _clip_at_once(
-    scaler: GradScaler, parts: list[Part], ranks: Ranks | None, request: Request, totals: Tensor
+    scaler: GradScaler, parts: list[Part], peers: Ranks | None, request: Request, totals: Tensor
 ) -> tuple[Tensor, bool]:
     """Clip by the 2-norm of the checking pass, whose totals these are; return as `_clip_scaled` does."""
     scale = scaler._scale
-    check.agree_on_norm(scaler, parts, totals, ranks)
+    check.agree_on_norm(scaler, parts, totals, peers)
     refused = request.error_if_nonfinite and not math.isfinite(torch_ops.norm_of(totals).item())
     for part in parts:
-        if ranks is not None:
+        if peers is not None:
             if refused:
                 part.flag.read_sums(totals)
-        elif len(parts) > 1 and check.has_flag(scaler, part.flags, ranks):
+        elif len(parts) > 1 and check.has_flag(scaler, part.flags, peers):
             part.flag.share(totals[OVERFLOWS])
     if refused:
         totals[OVERFLOWS] = 1.0  # nothing is clipped then
-    size = 0 if refused or ranks is None else len(ranks.ranks)
+    size = 0 if refused or peers is None else len(peers.ranks)
     norm: Tensor | None = None
     for part in parts:
         status = part.flag.status if size else None  # to be computed from the totals, by the first kernel or below
@@ -170,7 +170,7 @@ def _clip_at_once(
             norm, status = got if here else norm, None if wrote else status
         if status is not None:
             part.flag.read_sums(totals)
-        part.step.checked(part.flag, check.flags_on(scaler, part.flag, part.flags, part.plan, ranks), divided=True)
+        part.step.checked(part.flag, check.flags_on(scaler, part.flag, part.flags, part.plan, peers), divided=True)
     return torch_ops.norm_of(totals) if norm is None else norm, refused
 
 
@@ -192,34 +192,34 @@ def _clip_unscaled(
     """Clip as torch does, for a disabled scaler; if it is sharded, or ranks hold shards, over all ranks."""
     group, parameters = scaler.process_group, parameters_of(*optimizers)
     shared = scaler._ours.sharded or group is not None or any(map(gradients.is_fsdp1, parameters))
-    together = shared and several_ranks()
+    across_ranks = shared and several_ranks()
     # torch's norm is right only if this rank holds whole gradients.
-    if not together and all(each is None for each in map(gradients.dtensor_spec, parameters)):
+    if not across_ranks and all(each is None for each in map(gradients.dtensor_spec, parameters)):
         clipped = [p for p in parameters if request.chosen is None or id(p) in request.chosen]
         options = request.max_norm, request.norm_type, request.error_if_nonfinite
         return torch.nn.utils.clip_grad_norm_(clipped, *options), False
-    ranks = group_ranks(parameters, group) if together or group is not None else mesh_ranks(parameters)
+    peers = group_ranks(parameters, group) if across_ranks or group is not None else mesh_ranks(parameters)
     flag = torch.zeros((), dtype=torch.float32, device=parameters[0].device if parameters else "cpu")
-    read = _terms_of(parameters, replicas_of(parameters, ranks, model), flag, request)
-    norm, _, refused = _clip_by_terms_(read, ranks, request)
+    read = _terms_of(parameters, replicas_of(parameters, peers, model), flag, request)
+    norm, _, refused = _clip_by_terms_(read, peers, request)
     return norm, refused
 
 
-def _take_flag(scaler: GradScaler, part: Part, shared: Tensor, ranks: Ranks | None) -> None:
+def _take_flag(scaler: GradScaler, part: Part, shared: Tensor, peers: Ranks | None) -> None:
     """Replace an optimizer's flag on every device by the flag of all that are clipped together."""
     step = part.step
-    flag, flags = step.own_flag(scaler._ours.steps.exposed), step["found_inf_per_device"]
+    flag, flags = step.own_flag() if scaler._ours.steps.exposed else step.flag, step["found_inf_per_device"]
     if flag is not None:
         flag.share(shared)
-        step["found_inf_per_device"] = check.flags_on(scaler, flag, flags, part.plan, ranks)
+        step["found_inf_per_device"] = check.flags_on(scaler, flag, flags, part.plan, peers)
     else:
         step["found_inf_per_device"] = {device: shared.to(device, copy=True) for device in flags}
 
 
 def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) -> None:
     """After an error skip the steps, and join the reductions of checks and norm in which the other ranks wait."""
-    ranks = check.ranks_that_wait(scaler, optimizers)
-    if ranks is None:
+    peers = check.ranks_that_wait(scaler, optimizers)
+    if peers is None:
         return
     steps = [scaler._ours.steps.open(each) for each in optimizers]
     with suppress(Exception):  # here and below: the caller is raising already, and the others wait
@@ -236,10 +236,10 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) 
     with suppress(Exception):
         device = scaler._scale.device
         if request.at_once:
-            report_failure(ranks, device, by_norm=True, measures=scaler._ours.steps.measures)
+            report_failure(peers, device, by_norm=True, measures=scaler._ours.steps.measures)
         else:
             values = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64, device=device)
-            ranks.reduce_(values, "MAX" if request.norm_type == math.inf else "SUM")
+            peers.reduce_(values, "MAX" if request.norm_type == math.inf else "SUM")
 
 
 def _terms_of(
@@ -272,7 +272,7 @@ def _terms_of(
 
 
 def _clip_by_terms_(
-    read: tuple[list[Tensor], Tensor], ranks: Ranks | None, request: Request
+    read: tuple[list[Tensor], Tensor], peers: Ranks | None, request: Request
 ) -> tuple[Tensor, Tensor, bool]:
     """Clip by what `_terms_of` returned on all ranks; return the norm, the flag, and whether the norm is refused.
 
@@ -280,8 +280,8 @@ def _clip_by_terms_(
     (sum over ranks and shards of abs(g) ** order / replicas) ** (1 / order), for inf the largest abs(g)
     """
     (grads, terms), order = read, request.norm_type
-    if ranks is not None:
-        ranks.reduce_(terms, "MAX" if order == math.inf else "SUM")
+    if peers is not None:
+        peers.reduce_(terms, "MAX" if order == math.inf else "SUM")
     term, is_nan, bad = terms
     norm, flag = term if order == math.inf else term ** (1.0 / order), (bad != 0).float()
     norm = torch.where(is_nan != 0, math.nan, norm).float()

@@ -77,7 +77,7 @@ class Flag:
         self.found_inf = status[FLAG]
         self.cleared = False  # whether flag and failure are known to be zero
         self.saved = False  # whether an update has copied the flag into `rows.last_flags`
-        self.shared = False  # whether it is the flag of several optimizers, which were clipped together
+        self.is_final = False  # whether it is also that of others clipped together, or of a sum: no look replaces it
         # Over how many ranks it was summed; 0: it is their maximum; None: no other ranks had to agree.
         self.summed_over: int | None = None
         self._copy = HostCopy()
@@ -93,7 +93,7 @@ class Flag:
             if captured or not self.cleared:
                 self.status.zero_()
             self.cleared = self._copied = False
-        self.saved = self.shared = False
+        self.saved = self.is_final = False
         self.summed_over = None
 
     def add(self, flags: Iterable[Tensor]) -> None:
@@ -110,7 +110,7 @@ class Flag:
     def share(self, overflows: Tensor) -> None:
         """Set the flag to 1.0 if `overflows`, that of optimizers which are clipped together, is not 0, else to 0.0."""
         torch.ne(overflows, 0, out=self.found_inf)
-        self.shared, self._copied = True, False  # an earlier copy has this optimizer's own flag
+        self.is_final, self._copied = True, False  # an earlier copy has this optimizer's own flag
 
     def numbers(self, scale: Tensor) -> Tensor:
         """Return what `agree` reduces, with the scale (one element, on this device), so that ranks compare theirs."""
@@ -122,13 +122,13 @@ class Flag:
         write_scales(totals[abi.SCALES :], scale)
         return totals
 
-    def agree(self, numbers: Tensor, ranks: Ranks) -> None:
+    def agree(self, numbers: Tensor, peers: Ranks) -> None:
         """Reduce the status to its maximum over the ranks, by one all-reduce; a sum if it measures."""
         if self.measured is None:
-            ranks.reduce_(numbers, "MAX")
+            peers.reduce_(numbers, "MAX")
             self.summed_over = 0
         else:
-            sum_totals_([self], numbers, ranks)
+            sum_totals_([self], numbers, peers)
             self.read_sums(numbers)
 
     def read_sums(self, totals: Tensor) -> None:
@@ -194,15 +194,15 @@ class Flag:
             )
 
 
-def report_failure(ranks: Ranks, device: torch.device, *, by_norm: bool, measures: bool) -> None:
+def report_failure(peers: Ranks, device: torch.device, *, by_norm: bool, measures: bool) -> None:
     """Join the reduction of a check with the failure set; if it gives a norm or `measures`, totals are summed."""
     if by_norm or measures:
         # Without a scale, too: an update clears the failure, but scales are still compared.
         totals = [math.nan, 1.0, 1.0, 0.0, 0.0] + [0.0] * (PACKED if measures else 0)
-        ranks.reduce_(torch.tensor(totals, dtype=torch.float64, device=device), "SUM")
+        peers.reduce_(torch.tensor(totals, dtype=torch.float64, device=device), "SUM")
     else:
         status = [1.0, 1.0, -math.inf, -math.inf]  # no scale: the others compare theirs
-        ranks.reduce_(torch.tensor(status, dtype=torch.float32, device=device), "MAX")
+        peers.reduce_(torch.tensor(status, dtype=torch.float32, device=device), "MAX")
 
 
 def write_scales(rows: Tensor, scale: Tensor) -> None:
@@ -221,30 +221,30 @@ def _compare_sums(ranks: int, scales: float, excess: float) -> str:
     return f"some below {low:.{digits}g}, some above {high:.{digits}g}"
 
 
-def sum_totals_(flags: Sequence[Flag], totals: Tensor, ranks: Ranks) -> None:
+def sum_totals_(flags: Sequence[Flag], totals: Tensor, peers: Ranks) -> None:
     """Replace the totals of one check by their sums over the ranks, and what it has measured, by one all-reduce.
 
     Of flags that share the check, the first gets what is measured.
     """
     row = flags[0].measured
     if row is None:
-        ranks.reduce_(totals, "SUM")
+        peers.reduce_(totals, "SUM")
     else:
         for other in flags[1:]:
             combine_(row, other.measured)
             other.measured.zero_()  # type: ignore[union-attr]
         sums = torch.cat([totals, _packed(row)])
-        ranks.reduce_(sums, "SUM")
+        peers.reduce_(sums, "SUM")
         totals.copy_(sums[: abi.TOTALS])
         _unpack_(row, sums[abi.TOTALS :])
     for flag in flags:  # a kernel or `read_sums` computes their status
-        flag.summed_over, flag.shared = len(ranks.ranks), True
+        flag.summed_over, flag.is_final = len(peers.ranks), True
 
 
 def _packed(row: Tensor) -> Tensor:
     """Return a row as numbers that ranks may sum, fp64 [PACKED]."""
     exponents = torch.arange(LOWEST_BINADE, LOWEST_BINADE + BINADES, device=row.device)
-    binade = (_exponent_of(row[abi.LARGEST] / row[abi.MEASURED_AT]) + _exponent_of(row[abi.MEASURED_AT])).clamp(
+    binade = (exponent_of(row[abi.LARGEST] / row[abi.MEASURED_AT]) + exponent_of(row[abi.MEASURED_AT])).clamp(
         LOWEST_BINADE, LOWEST_BINADE + BINADES - 1
     )
     one = (exponents == binade) & (row[abi.LARGEST] > 0)
@@ -255,13 +255,13 @@ def _unpack_(row: Tensor, sums: Tensor) -> None:
     """Replace a row by what all ranks have measured, given the sums of `_packed`."""
     counts, histogram = sums[:3], sums[3:]
     exponents = torch.arange(LOWEST_BINADE, LOWEST_BINADE + BINADES, device=row.device)
-    binade = torch.where(histogram > 0, exponents, LOWEST_BINADE).amax() - _exponent_of(row[abi.MEASURED_AT])
+    binade = torch.where(histogram > 0, exponents, LOWEST_BINADE).amax() - exponent_of(row[abi.MEASURED_AT])
     largest = torch.ldexp(row[abi.MEASURED_AT], binade)
     row[abi.LARGEST] = torch.where(histogram.sum() > 0, largest, 0.0)
     row[abi.ZEROS : abi.SEEN + 1] = counts
 
 
-def _exponent_of(number: Tensor) -> Tensor:
+def exponent_of(number: Tensor) -> Tensor:
     """Return floor(log2(number)) of positive fp64 numbers."""
     return torch.frexp(number)[1] - 1
 

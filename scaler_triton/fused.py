@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from scaler_triton.check import OUR_METHODS, check, ranks_of, step_failed
+from scaler_triton.check import OUR_METHODS, check, step_failed
 from scaler_triton.dispatch import is_captured, stacklevel, stream_of
 from scaler_triton.flag import any_flag
-from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep
+from scaler_triton.step import UNSCALED, OptimizerStep
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -44,7 +44,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     divides = step.phase is not UNSCALED  # by its own kernels
     scale: Any = scaler._get_scale_async()
     exposed = scaler._ours.steps.exposed and not step.fresh
-    flag, flags = step.own_flag(True) if exposed else step.flag, step["found_inf_per_device"]
+    flag, flags = step.own_flag() if exposed else step.flag, step["found_inf_per_device"]
     # Other code may have summed it over ranks.
     found_inf = any_flag(flags.values(), scale.device) if flag is None or exposed else flag.found_inf
     inner = step.owner()
@@ -85,18 +85,8 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
         if divides and step["found_inf_per_device"]:  # it may have divided some of the gradients
             step_failed(scaler, step, agreed=True)
         raise
-    step.stepped(step.own_flag(exposed=True) or any_flag(step["found_inf_per_device"].values(), scaler._scale.device))
+    step.stepped(step.own_flag() or any_flag(step["found_inf_per_device"].values(), scaler._scale.device))
     return result
-
-
-def may_check(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
-    """Return whether `_check_inf_per_device` may check gradients once more."""
-    if not step["found_inf_per_device"]:
-        return True
-    known = step.phase is UNSCALED and (step.flag is None or step.flag.shared)
-    if step.phase in (STEPPED, FAILED) or known:
-        return False
-    return ranks_of(scaler, scaler._ours.steps.plan(step, optimizer)) is None
 
 
 def _skip_would_corrupt(optimizer: SGD) -> bool:

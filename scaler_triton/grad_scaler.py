@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.cuda.amp import common
 
 from scaler_triton import clip, fused, passes, policy, ranks, report, update
-from scaler_triton.check import OUR_METHODS, Ours, check, require_scale, resume
+from scaler_triton.check import OUR_METHODS, Ours, check, peers_of, require_scale, resume
 from scaler_triton.dispatch import check_backend, is_capturing, refuse_capture, skip_tracing, stacklevel
 from scaler_triton.flag import Flag, Flags, any_flag
-from scaler_triton.headroom import Headroom, HeadroomRule
+from scaler_triton.headroom import Headroom, HeadroomRule, read_headroom
 from scaler_triton.kernels.abi import MAX_SCALE, STATUS
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.report import Model, OverflowReport
@@ -375,7 +375,7 @@ class GradScaler(torch.amp.GradScaler):
         if not ours.steps.measures:
             raise RuntimeError("headroom() needs measure=True, an argument of the scaler")
         flags = [step.flag for step in ours.steps.all() if step.flag is not None]
-        return ours.reader.read(flags) if wait else ours.reader.newest(flags)
+        return read_headroom(flags, wait)
 
     def metrics(self, prefix: str = "scaler/") -> dict[str, float]:
         """Return numbers for a logger: the scale, and what the updates have done; empty on a disabled scaler.
@@ -606,11 +606,12 @@ class GradScaler(torch.amp.GradScaler):
         If other ranks must agree, they are checked once per step; else by each call until a step or a joint clip.
         """
         step = self._per_optimizer_states.open(optimizer)
-        phase = step.phase
+        phase, flag, flags = step.phase, step.flag, step["found_inf_per_device"]
         try:
             if self._scale is None or self._growth_tracker is None:
                 require_scale(self, "_check_inf_per_device", [optimizer])
-            if fused.may_check(self, step, optimizer):
+            is_final = phase in (STEPPED, FAILED) or (phase is UNSCALED and (flag is None or flag.is_final))
+            if not (flags and (is_final or peers_of(self, self._ours.steps.plan(step, optimizer)))):
                 check(self, step, optimizer, divide=False)
         except BaseException:
             if step.phase is FAILED and phase not in (UNSCALED, CARRIED):

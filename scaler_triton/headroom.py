@@ -15,14 +15,14 @@ by torch's ops, or `kernels/update_scale.py` with the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scaler_triton.flag import Flag, OnDevice
+from scaler_triton.flag import Flag, OnDevice, exponent_of
 from scaler_triton.kernels import abi
 from scaler_triton.text import count_of
 
@@ -66,29 +66,20 @@ class Headroom:
         return f"{count_of(round(self.bits), 'bit')} of headroom, {shares}: {advice}".replace("%", " %")
 
 
-class Reader:
-    """Reads the rows of a scaler's flags, with one wait or with none."""
+def read_headroom(flags: Sequence[Flag], wait: bool) -> Headroom:
+    """Return what the checks of these flags have measured, after one wait for the device.
 
-    def __init__(self) -> None:
-        self._known = Headroom(0.0, math.inf, 0.0, 0.0, 0)
-
-    def read(self, flags: Sequence[Flag]) -> Headroom:
-        """Return what these have measured, waiting for the device."""
+    Without `wait` it is the newest that has arrived on the host, and the next copy is started.
+    """
+    rows: Sequence[Sequence[float]] = ()
+    if wait:
         held = [flag.measured for flag in flags if flag.measured is not None]
         together = [each.to(held[-1].device) for each in held]  # an earlier scale may have been elsewhere
-        self._known = _summary(torch.stack(together).tolist() if held else [])
-        return self._known
-
-    def newest(self, flags: Sequence[Flag]) -> Headroom:
-        """Return the newest values that have arrived on the host, and start the next copy; never waits on CUDA."""
-        rows = next((flag.rows for flag in flags if flag.rows is not None), None)
-        table = None if rows is None or rows.measured is None else rows.measured_copy.newest(rows.measured)
-        if table is not None:
-            self._known = _summary([table[flag.row] for flag in flags if flag.rows is rows])
-        return self._known
-
-
-def _summary(rows: Iterable[Sequence[float]]) -> Headroom:
+        rows = torch.stack(together).tolist() if held else ()
+    else:
+        home = next((flag.rows for flag in flags if flag.rows is not None), None)
+        table = None if home is None or home.measured is None else home.measured_copy.newest(home.measured)
+        rows = [table[flag.row] for flag in flags if flag.rows is home] if table is not None else ()
     largest = scaled = zeros = subnormal = seen = 0.0
     for row in rows:
         if row[abi.SEEN]:
@@ -137,7 +128,7 @@ class HeadroomRule(OnDevice):
         values, unscaled = self.on(cap.device), measured[0, abi.LARGEST] / measured[0, abi.MEASURED_AT]
         count, ring = values[abi.EXPONENTS].long(), values[abi.HEADROOM_HEADER :]
         enters, slot = (unscaled > 0) & ~bad, (count % self.window).reshape(1)
-        exponent = (torch.frexp(unscaled)[1] - 1).double().clamp(min=-1023.0)
+        exponent = exponent_of(unscaled).double().clamp(min=-1023.0)
         ring.index_copy_(0, slot, torch.where(enters, exponent, ring[slot]))
         count = count + enters
         values[abi.EXPONENTS] = count

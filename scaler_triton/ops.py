@@ -77,58 +77,46 @@ def grad_norm(
     found_inf: Tensor | None = None,
     *,
     inv_scale: Tensor | None = None,
-    norm_type: float = 2.0,
     backend: str | None = None,
 ) -> Tensor:
-    """Return the norm of all gradients together as if they were unscaled; they are read, not written.
+    """Return the 2-norm of all gradients together as if they were unscaled; they are read, not written.
 
-        torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in grads]) * inv_scale, norm_type)
+        torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in grads]) * inv_scale)
 
-    in one pass for the 2-norm, with a relative error below 1e-6; other norms are torch's, in fp64. Unscaled values are
-    not rounded to the gradients' dtype.
+    in one pass, with a relative error below 1e-6. Unscaled values are not rounded to the gradients' dtype.
 
     Args:
         grads: fp16, bf16, fp32 or fp64 tensors of any shape on any devices, strided or sparse COO (values as they
             are), DTensors as their local shards; read.
         found_inf: fp32, one element, any device; set to 1.0 if a gradient holds NaN or Inf, else left as it is.
         inv_scale: fp32, one element, any device; None: 1.
-        norm_type: the norm's order, any number but 0; inf is the largest absolute value.
         backend: as `unscale_`.
 
     Returns: fp64, `()`, on the first gradient's device; 0 for no gradients.
 
-    Raises: as `unscale_`; TypeError or ValueError for a `norm_type` that is no number, or 0.
+    Raises: as `unscale_`.
     """
     grads = list(grads)  # read twice
     home = _first_device(grads)
     flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
     if torch.compiler.is_compiling():  # inductor refuses None for an argument that an op with a result mutates
-        norm: Tensor = _norm_op([*map(local_tensor, grads)], flag, inv_scale, norm_type, backend)
+        norm: Tensor = _norm_op([*map(local_tensor, grads)], flag, inv_scale, backend)
         return norm
-    order = policy.check_norm_type(norm_type, positive=False)
     factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
-    key, known = _look_up("norm" if order == 2 else "other norm", grads, backend, factor, flag)
-    parts: list[Tensor] = []
-
-    def add(batch: Batch, bad: Tensor) -> None:
-        if order == 2:
-            parts.append(passes.norm_batch(batch, torch_ops.one_on(bad.device), bad, None)[SQUARES].to(home))
-            return
-        if found_inf is not None:
-            passes.check_batch(batch, bad)
-        norms = [torch.linalg.vector_norm(t, order, dtype=torch.float64) for t in batch.present if t.numel()]
-        if norms:
-            parts.append(torch.linalg.vector_norm(torch.stack(norms), order).to(home))
-
-    if known is not None and known.on_cpu and order == 2:
-        whole = torch_ops.sum_of_squares(grads, flag, None).sqrt()
+    key, known = _look_up("norm", grads, backend, factor, flag)
+    if known is not None and known.on_cpu:
+        squares = torch_ops.sum_of_squares(grads, flag, None)
     else:
+        parts: list[Tensor] = []
+
+        def add(batch: Batch, bad: Tensor) -> None:
+            parts.append(passes.norm_batch(batch, torch_ops.one_on(bad.device), bad, None)[SQUARES].to(home))
+
         _run(key, known, add, grads, inv_scale=factor, found_inf=flag)
         if not parts:
             return torch.zeros((), dtype=torch.float64, device=home)
-        every = torch.stack(parts)
-        whole = every.sum().sqrt() if order == 2 else torch.linalg.vector_norm(every, order)
-    return whole * factor.detach().to(home).abs().reshape(())
+        squares = torch.stack(parts).sum()
+    return squares.sqrt() * factor.detach().to(home).abs().reshape(())
 
 
 def update_scale_(
@@ -331,10 +319,8 @@ _update_op = _op("scaler_triton::update_scale_", update_scale_, mutates_args=("s
 
 
 @_op("scaler_triton::grad_norm", mutates_args=("found_inf",), tags=_TAGS)
-def _norm_op(
-    grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor | None, norm_type: float, backend: str | None
-) -> Tensor:
-    return grad_norm(grads, found_inf, inv_scale=inv_scale, norm_type=norm_type, backend=backend)
+def _norm_op(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor | None, backend: str | None) -> Tensor:
+    return grad_norm(grads, found_inf, inv_scale=inv_scale, backend=backend)
 
 
 @_norm_op.register_fake

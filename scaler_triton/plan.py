@@ -87,7 +87,7 @@ class GradPlan:
         self.requested, self.measures = requested, measures
         self.is_distributed = any(map(gradients.is_distributed, self.parameters))
         # What other modules compute from the parameters, each with what it was computed from.
-        self.ranks: tuple[Any, Ranks | None] | None = None  # the ranks that must agree
+        self.peers: tuple[Any, Ranks | None] | None = None  # the ranks that must agree
         self.replicas: tuple[Any, list[int]] | None = None  # how many ranks hold each parameter's shard
         self.inverse = InverseScale()
         self.written = False  # whether the last pass began to write the gradients
@@ -139,7 +139,14 @@ class GradPlan:
             same = list(map(_spec_of, grads)) == self._reduced_specs  # equal objects are found without a look into them
             return list(map(_shard_of, grads)) if same else []
         except AttributeError:  # a gradient is missing or no DTensor, or this torch has no such attribute
-            return []
+            pass
+        shards: list[Tensor | None] = []
+        for grad, seen in zip(grads, self._reduced_specs, strict=True):
+            spec = getattr(grad, gradients.SPEC, None)
+            if spec is not seen and spec != seen and grad is not None:
+                return []
+            shards.append(grad if spec is None else getattr(grad, gradients.SHARD, grad))
+        return shards
 
     def _inspect(self, grads: list[Tensor | None], allow_fp16: bool) -> list[Batch]:
         """Look at each gradient, and give those of a new form slots; return the batches of sparse and Partial ones.

@@ -134,14 +134,14 @@ def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> Any:
     return check_number("growth_tracker", plain, name)
 
 
-def check_norm_type(value: Any, *, positive: bool) -> float:
-    """Return a norm's order as a float ("inf" is one, too): not 0, which counts elements, and positive if asked."""
+def check_norm_type(value: Any) -> float:
+    """Return a norm's order as a float ("inf" is one, too); it must be positive."""
     try:
         order = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"norm_type must be a number, got {one_line(repr(value))}") from None
-    if math.isnan(order) or order == 0 or (positive and order < 0):
-        raise ValueError(f"norm_type must be {'> 0' if positive else 'a number other than 0'}, got {value!r}")
+    if not order > 0:  # as NaN is not
+        raise ValueError(f"norm_type must be > 0, got {value!r}")
     return order
 
 

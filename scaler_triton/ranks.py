@@ -40,7 +40,7 @@ _APART = (
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks on which one optimizer's flag must be equal."""
+    """The ranks, this one included, on which one optimizer's flag must be equal: its `peers`."""
 
     groups: tuple[ProcessGroup, ...]  # theirs, or one for each dimension of a mesh, reduced over one by one
     ranks: tuple[int, ...]  # global ones in ascending order; for a bare group its own numbers
@@ -146,16 +146,16 @@ def _common_root(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
 
 
 def replicas_of(
-    parameters: Sequence[Tensor], ranks: Ranks | None, model: nn.Module | None, *, guess: bool = False
+    parameters: Sequence[Tensor], peers: Ranks | None, model: nn.Module | None, *, guess: bool = False
 ) -> list[int]:
-    """Return for each parameter how many of the ranks hold the same shard of it as this rank: a norm counts it once.
+    """Return for each parameter how many of these ranks hold the same shard of it as this rank: a norm counts it once.
 
     A DTensor's placements give the number of shards; ranks outside its mesh are taken to hold copies. An FSDP1
     parameter looks the same sharded or not, but its FSDP module in `model` knows, also how tensor parallelism had
     sharded it before; without a model, to `guess` is to take it to be sharded over all ranks. Any other parameter is
     taken to be replicated on all ranks, as under DDP.
     """
-    count = 1 if ranks is None else len(ranks.ranks)
+    count = 1 if peers is None else len(peers.ranks)
     on_fsdp1 = several_ranks() and any(map(is_fsdp1, parameters))
     known = _fsdp1_shards(model) if on_fsdp1 and model is not None else {}
     replicas = []
@@ -164,7 +164,7 @@ def replicas_of(
         if spec is not None:
             shards = num_shards(spec)
         elif on_fsdp1 and is_fsdp1(parameter):
-            shards = count if guess and model is None else known.get(id(parameter), 0)
+            shards = count if guess else known.get(id(parameter), 0)
             if not shards:
                 raise ValueError(
                     f"model must be the module that holds the FullyShardedDataParallel modules, which alone know how "

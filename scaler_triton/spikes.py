@@ -75,17 +75,16 @@ class Window:
             self._places = torch.arange(1 << (length - 1).bit_length(), device=device)
         self.restore([])
 
-    def judge(self, totals: Tensor, flag: Flag, counters: Counters, ranks: int, *, first: bool) -> None:
+    def judge(self, totals: Tensor, flag: Flag, counters: Counters, *, first: bool) -> None:
         """Set the flag and OVERFLOWS if the norm is a spike or not finite.
 
         Args:
             totals: fp64 [TOTALS], on this device: the ranks' sums of what `passes.norm_batch` returns; written.
-            flag: its status is written; with `ranks` by the sums.
+            flag: its status is written, by the sums if there were several ranks.
             counters: of the scaler; SPIKES is written.
-            ranks: how many ranks were summed, 0 for this one alone.
             first: whether this step was not judged before.
         """
-        device = self.memory.device
+        device, ranks = self.memory.device, flag.summed_over or 0
         if self.by_kernel:
             arguments = totals, flag.status, self.memory, counters.on(device), self.length, ranks
             kernels().spike.launch_judge(*arguments, first=first)

@@ -183,12 +183,11 @@ class OptimizerStep(dict[str, Any]):
         self.phase = _PHASES.get(self["stage"], READY)
         self.raised = False
 
-    def own_flag(self, exposed: bool) -> Flag | None:
-        """Return the flag, or None if other code had access (`exposed`) and the step no longer holds that flag."""
+    def own_flag(self) -> Flag | None:
+        """Return the flag, or None if it is not the one that the step holds, as other code had access."""
         flag, flags = self.flag, self[_FLAGS]
-        if flag is not None and exposed and not (len(flags) == 1 and flags.get(flag.device) is flag.found_inf):
-            return None
-        return flag
+        is_held = flag is not None and len(flags) == 1 and flags.get(flag.device) is flag.found_inf
+        return flag if is_held else None
 
 
 class Steps(dict[Any, Any]):
@@ -268,7 +267,7 @@ class Steps(dict[Any, Any]):
                 step.reset()
             elif step.phase in (UNSCALED, FAILED):
                 step.stale = True
-                step.kept = {}
+                step.kept = {}  # of an update that raised: the next one, which does not look, would carry it
         self.unfinished = self.scaled = False
 
     def keep_unstepped(self, *, for_guard: bool = False) -> None:
@@ -278,15 +277,15 @@ class Steps(dict[Any, Any]):
         what FAILED only if another step is over: else the failure may have ended the batch.
         """
         steps = self.all()
+        goes_on = any(step.phase is STEPPED for step in steps)
         for step in steps:
             if step.phase is CARRIED:
                 step.keep()
             elif step["stage"] is UNSCALED_STAGE and step.phase in (UNSCALED, FAILED):
-                goes_on = any(each.phase is STEPPED for each in steps)
                 over = step.raised or not step.clipped or (step.phase is FAILED and not goes_on)
                 kept = {} if step.stale or (for_guard and over) else step[_FLAGS]
-                copy = torch.clone if step.phase is UNSCALED else torch.ones_like
-                step.kept = {device: copy(flag) for device, flag in kept.items()}
+                copied = torch.clone if step.phase is UNSCALED else torch.ones_like
+                step.kept = {device: copied(flag) for device, flag in kept.items()}
 
     def close(self, captured: bool) -> None:
         """End an update: each step becomes READY, or CARRIED if it was unscaled and not stepped."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from scaler_triton import policy
 from scaler_triton.dispatch import choose_for_scale, kernels, stream_of, sync_allowed
-from scaler_triton.flag import FlagRows, HostCopy, OnDevice, any_flag
+from scaler_triton.flag import Flag, FlagRows, HostCopy, OnDevice, any_flag
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import MAX_TRACKER, STREAK, UPDATES
 from scaler_triton.policy import Limits, no_counters
@@ -188,43 +188,51 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         _check_numbers(scale, tracker)
         home = ours.home = Home(scale, tracker, ours)
     numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
-    own: list[Any] = []
-    mask, found_inf = 0, False
-    for step in checked:  # other code may have put plain dicts there, or written flags
-        flag = step.flag if not exposed else None if type(step) is dict else step.own_flag(True)
-        if not home.on_host:
-            if flag is not None and flag.rows is home.rows:
-                own.append(flag)
-                mask |= 1 << flag.row
-        elif flag is not None:
-            found_inf |= flag.is_set()
-        else:
-            found_inf |= any(each.item() != 0.0 for each in step["found_inf_per_device"].values())
     if home.on_host:
+        found_inf = False
+        for step in checked:
+            flag = step.flag if not exposed else _own_flag(step)
+            if flag is not None:
+                found_inf |= flag.is_set()
+            else:
+                found_inf |= any(each.item() != 0.0 for each in step["found_inf_per_device"].values())
         update_on_host_(scale, home.tracker, found_inf, numbers, limits, home.counted)
         return
-    is_own = home.by_kernel and len(own) == len(checked)
-    if is_own:
-        launch = home.launch
-    else:
-        headroom = ours.headroom
-        flag = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device)
-        measured = None if headroom is None else headroom.measured_by(checked, home.device)
-        if not home.by_kernel:
-            update_by_ops_(scale, tracker, flag, numbers, limits, home.counters, headroom, measured)
-            return
-        options, mask = {} if headroom is None else headroom.options(measured), 1
-        tensors = flag, flag, home.policy.memory, home.counters
-        launch = kernels().update_scale.bind_update(*tensors, clear=False, **options)
-    if home.policy.held != (numbers, limits):
+    if home.by_kernel and home.policy.held != (numbers, limits):
         home.policy.hold(numbers, limits)
-    for step in checked if is_own and not captured else ():
-        if step.reader is not None and step.reader != home.stream():  # a fused step, whose flag is going to be cleared
+    flags: list[Any] = [step.flag if not exposed else _own_flag(step) for step in checked]
+    if not home.by_kernel or any(flag is None or flag.rows is not home.rows for flag in flags):
+        _update_by_any_flag(ours, scale, tracker, checked, numbers)
+        return
+    mask = 0
+    for step, flag in zip(checked, flags, strict=True):
+        mask |= 1 << flag.row
+        if step.reader is not None and not captured and step.reader != home.stream():  # a fused step may still read it
             torch.cuda.current_stream(home.device).wait_stream(kernels().launch.stream(home.device, step.reader))
-    launch(scale, tracker, mask)
+    home.launch(scale, tracker, mask)
     increment_version((scale,))  # as torch's op does: a loss that was scaled before cannot be differentiated after it
-    for flag in own if is_own else ():
+    for flag in flags:
         flag.saved, flag.cleared = True, not (captured or flag in home.rows.captured)
+
+
+def _own_flag(step: Any) -> Flag | None:
+    """Return a step's flag if it is the scaler's own; other code may have written flags, or put in its own mappings."""
+    return step.own_flag() if hasattr(step, "own_flag") else None
+
+
+def _update_by_any_flag(ours: Ours, scale: Tensor, tracker: Tensor, checked: Sequence[Any], numbers: Numbers) -> None:
+    """Update where no kernel does it, or not all flags are the scaler's own."""
+    home: Any = ours.home
+    headroom = ours.headroom
+    flag = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device)
+    measured = None if headroom is None else headroom.measured_by(checked, home.device)
+    if not home.by_kernel:
+        update_by_ops_(scale, tracker, flag, numbers, ours.limits, home.counters, headroom, measured)
+        return
+    options = {} if headroom is None else headroom.options(measured)
+    tensors = flag, flag, home.policy.memory, home.counters
+    kernels().update_scale.bind_update(*tensors, clear=False, **options)(scale, tracker, 1)
+    increment_version((scale,))
 
 
 def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> None:
@@ -266,9 +274,8 @@ def check_streak(scaler: GradScaler) -> None:
 
 def numbers_changed(scaler: GradScaler) -> None:
     """Write the rule's numbers to the memory that graphs read at each replay."""
-    numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
-    for held in scaler._ours.policies.values():
-        held.hold(numbers, scaler._ours.limits)
+    for held in scaler._ours.policies.values():  # none on a disabled scaler, which may lack the numbers
+        held.hold((scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval), scaler._ours.limits)
 
 
 def _check_numbers(scale: Any, growth_tracker: Any) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from helpers import PLACES, Place, flags, grads, sgd, started, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, check, flag, passes, ranks, torch_ops
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, check, flag, grad_scaler, passes, ranks, torch_ops
 from scaler_triton.flag import PACKED
 from scaler_triton.step import Phase
 
@@ -164,6 +164,30 @@ def test_an_override_that_raises_may_have_written_unless_ours_refused(dtype: tor
         scaler.unscale_(optimizer)
     refused = dtype.is_complex and calls_ours
     assert scaler._ours.steps.open(optimizer).phase is (Phase.READY if refused else Phase.FAILED)
+
+
+@pytest.mark.parametrize(
+    ("phase", "told", "shared", "want"),
+    [
+        (Phase.READY, False, False, True),
+        (Phase.UNSCALED, False, False, True),
+        (Phase.READY, True, False, False),  # another reduction, which the others would not join
+        (Phase.UNSCALED, False, True, False),  # its flag is that of several optimizers
+        (Phase.FAILED, False, False, False),
+        (Phase.STEPPED, False, False, False),
+    ],
+)
+def test_1_gradients_may_be_checked_again_where_that_is_no_reduction(
+    phase: Phase, told: bool, shared: bool, want: bool, two_ranks: None
+) -> None:
+    scaler, optimizer = a_scaler(process_group=dist.group.WORLD if told else None), sgd([torch.ones(1)])
+    scaler._check_inf_per_device(optimizer)
+    step = scaler._ours.steps.open(optimizer)
+    step._enter(phase)
+    step.flag.is_final = shared
+    with mock.patch.object(grad_scaler, "check") as check:
+        scaler._check_inf_per_device(optimizer)
+    assert check.called is want
 
 
 @pytest.mark.parametrize("name", ["unscale_", "_unscale_grads_", "_check_inf_per_device"])

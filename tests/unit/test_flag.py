@@ -94,7 +94,7 @@ def test_clear_forgets_the_last_check(on_gpu: bool) -> None:
     made.clear()
     assert made.status[[FLAG, FAILED]].tolist() == [0.0, 0.0]
     assert not made.on_host({CPU: made.found_inf}, fresh=True)  # no comparison, no old copy
-    assert (made.saved, made.shared) == (False, False)
+    assert (made.saved, made.is_final) == (False, False)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -120,7 +120,7 @@ def test_share_sets_the_flag_to_that_of_several_optimizers(overflows: float, wan
     made = cleared()
     made.found_inf.fill_(1.0 - want)
     made.share(torch.tensor(overflows, dtype=torch.float64))
-    assert (made.found_inf.item(), made.shared) == (want, True)
+    assert (made.found_inf.item(), made.is_final) == (want, True)
 
 
 def test_it_is_given_to_each_device_once_in_their_order_and_is_itself_at_home() -> None:

@@ -9,13 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import parameters, sgd, started, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler, ShardedGradScaler, fused, ranks
-from scaler_triton.step import Phase
 
 CPU = torch.device("cpu")
 SCALE = 4.0
@@ -221,28 +219,6 @@ def test_what_was_found_before_outlives_a_step_that_cannot_ask(cls: Any) -> None
         scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == SCALE / 2
-
-
-@pytest.mark.parametrize(
-    ("phase", "told", "shared", "want"),
-    [
-        (Phase.READY, False, False, True),
-        (Phase.UNSCALED, False, False, True),
-        (Phase.READY, True, False, False),  # another reduction, which the others would not join
-        (Phase.UNSCALED, False, True, False),  # its flag is that of several optimizers
-        (Phase.FAILED, False, False, False),
-        (Phase.STEPPED, False, False, False),
-    ],
-)
-def test_1_gradients_may_be_checked_again_where_that_is_no_reduction(
-    phase: Phase, told: bool, shared: bool, want: bool, two_ranks: None
-) -> None:
-    scaler, optimizer = a_scaler(process_group=dist.group.WORLD if told else None), sgd([torch.ones(1)])
-    scaler._check_inf_per_device(optimizer)
-    step = scaler._ours.steps.open(optimizer)
-    step._enter(phase)
-    step.flag.shared = shared
-    assert fused.may_check(scaler, step, optimizer) is want
 
 
 def test_gradients_are_checked_anew_after_a_step_that_followed_an_update() -> None:

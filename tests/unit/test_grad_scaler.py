@@ -101,6 +101,12 @@ def test_a_state_of_a_callers_own_making_decides_as_with_torch(flag: float) -> N
     assert values(optimizer) == [0.0 if flag else -0.5]
 
 
+def test_the_first_loss_may_be_scaled_in_a_transform() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    assert torch.func.grad(scaler.scale)(torch.ones(())).item() == 8.0
+    assert [update(scaler, bad) for bad in (False, True)] == [8.0, 4.0]
+
+
 def test_a_disabled_scaler_passes_everything_through() -> None:
     scaler, optimizer = GradScaler("cpu", enabled=False, hysteresis=0, min_scale=-1.0), sgd([torch.ones(1)])
     loss = optimizer.param_groups[0]["params"][0].sum()
@@ -300,6 +306,16 @@ def own_methods(base: Any) -> Any:
     """Return a subclass with methods of its own, so named."""
     named = dict.fromkeys(NAMES, lambda self, *args: pytest.fail("a user's method was called"))
     return type("Named", (base,), named)("cpu", init_scale=8.0, growth_interval=2)
+
+
+def test_a_disabled_scaler_without_our_init_takes_numbers() -> None:
+    class Own(GradScaler):
+        def __init__(self) -> None:
+            torch.amp.GradScaler.__init__(self, "cpu", enabled=False)
+
+    scaler = Own()
+    scaler.set_growth_interval(5)
+    assert scaler.get_growth_interval() == 5
 
 
 @pytest.mark.parametrize("make", [own_init, strict_names, own_names, own_methods])

@@ -60,6 +60,21 @@ def test_it_is_of_the_last_checks_over_all_optimizers(place: Place) -> None:
 
 
 @PLACES
+@pytest.mark.parametrize("divides", [False, True])
+def test_a_look_at_divided_gradients_measures_them_as_such(place: Place, divides: bool) -> None:
+    """Between an update and the step, too; there `unscale_` divides once more."""
+    scaler, held = measuring(place, init_scale=4.0), sgd([torch.tensor([8.0])], place.device)
+    scaler.unscale_(held)
+    for _ in range(2):
+        scaler._check_inf_per_device(held)
+        assert scaler.headroom().largest == 2.0
+        scaler.update()
+    if divides:
+        scaler.unscale_(held)
+        assert scaler.headroom().largest == 0.5
+
+
+@PLACES
 def test_what_is_not_finite_is_seen_and_not_the_largest(place: Place) -> None:
     scaler = measuring(place, init_scale=4.0)
     held = sgd([torch.tensor([INF, 2.0, math.nan, 0.0])], place.device)

@@ -5,6 +5,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -277,10 +278,11 @@ def test_a_dtensors_shard_is_collected_in_every_step(private: bool, monkeypatch:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("beside", [[], [torch.ones(2)]])
 @pytest.mark.usefixtures("two_ranks")
-def test_a_partial_gradient_is_checked_times_its_terms_whatever_came_before(steps: int) -> None:
+def test_a_partial_gradient_is_checked_times_its_terms_whatever_came_before(steps: int, beside: list[Tensor]) -> None:
     parameter = torch.nn.Parameter(placed(torch.zeros(3), Replicate()))
-    planned = GradPlan([parameter], "torch")
+    planned = GradPlan([parameter, *parameters(beside, "cpu")], "torch")
     for _ in range(steps):
         parameter.grad = placed(torch.ones(3), Replicate())
         assert not any(batch.is_partial for batch in planned.collect())
@@ -291,6 +293,24 @@ def test_a_partial_gradient_is_checked_times_its_terms_whatever_came_before(step
     assert parameter.grad is partial
     parameter.grad = placed(torch.ones(3), Replicate())
     assert not any(batch.is_partial for batch in planned.collect())
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_known_dtensors_are_not_inspected_again_beside_plain_ones_or_where_some_are_missing(monkeypatch: Any) -> None:
+    held = [torch.nn.Parameter(each) for each in (*(placed(torch.zeros(3), Shard(0)) for _ in "ab"), torch.zeros(3))]
+    planned = GradPlan(held, "torch")
+
+    def collected(*missing: int) -> list[int]:
+        for index, each in enumerate(held):
+            each.grad = None if index in missing else torch.ones(3) if index == 2 else placed(torch.ones(3), Shard(0))
+        (batch,) = planned.collect()
+        wants = [None if each.grad is None else getattr(each.grad, "_local_tensor", each.grad) for each in held]
+        assert all(map(is_, batch.tensors, wants))
+        return [index for index, each in enumerate(batch.tensors) if each is None]
+
+    assert collected() == []
+    monkeypatch.setattr(planned, "_inspect", None)  # must not be called
+    assert [collected(), collected(0), collected(2), collected(0, 1)] == [[], [0], [2], [0, 1]]
 
 
 # Batches

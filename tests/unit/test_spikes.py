@@ -32,8 +32,8 @@ class Judge:
         self.totals.copy_(torch.tensor(numbers, dtype=torch.float64))
         self.flag.clear()
         if ranks:
-            self.flag.summed_over, self.flag.shared = ranks, True
-        self.window.judge(self.totals, self.flag, self.counters, ranks, first=first)
+            self.flag.summed_over, self.flag.is_final = ranks, True
+        self.window.judge(self.totals, self.flag, self.counters, first=first)
         assert self.totals[abi.OVERFLOWS].item() == self.flag.is_set()
         return self.flag.is_set()
 

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from collections import OrderedDict
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ from helpers import PLACES, Place, places, sgd, started
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler, ScalerStats, SkipStreakError
 from scaler_triton import update as rule
@@ -182,6 +184,15 @@ def test_one_update_takes_the_flags_of_all_optimizers_wherever_they_are(place: P
     assert [scaler.was_skipped(optimizer) for optimizer in optimizers] == [bool(i % 3) for i in range(count)]
     want = ScalerStats(updates=1, skipped=1, consecutive_skips=1, backoffs=1, last_skip=1)
     assert str(scaler.stats()) == str(want)  # numbers, not tensors
+
+
+@PLACES
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_a_state_that_other_code_puts_in_counts(place: Place, kind: Any) -> None:
+    scaler, found = at(place), {torch.device(place.device): torch.ones((), device=place.device)}
+    scaler._per_optimizer_states[0] = kind(stage=OptState.STEPPED, found_inf_per_device=found)
+    scaler.update()
+    assert scaler.stats().skipped == 1
 
 
 BAD_SCALES: list[tuple[Any, type[Exception], str]] = [
