@@ -23,7 +23,7 @@ from scaler_triton.dispatch import is_captured, refuse_capture, sync_allowed
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import FAILED, FLAG
 from scaler_triton.ranks import Ranks
-from scaler_triton.torch_ops import combine_, host_memory
+from scaler_triton.torch_ops import combine_, constants, host_memory
 
 Flags = dict[torch.device, Tensor]
 
@@ -283,18 +283,6 @@ def fp32_on(device: torch.device, number: Tensor) -> Tensor:
         return number
     # The CPU would read before a copy without a wait has arrived.
     return number.to(device=device, dtype=torch.float32, non_blocking=device.type != "cpu")
-
-
-def constants(beside: Tensor, dtype: torch.dtype, *numbers: float) -> Tensor:
-    """Return `numbers` on the device of `beside`, cached unless it is a fake tensor, valid in its mode only."""
-    make = _kept_constants if type(beside) is Tensor else _kept_constants.__wrapped__
-    return make(beside.device, dtype, *numbers)
-
-
-@functools.cache
-def _kept_constants(device: torch.device, dtype: torch.dtype, *numbers: float) -> Tensor:
-    with sync_allowed(device), torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)
 
 
 class HostCopy:

@@ -110,7 +110,8 @@ def grad_norm(
         parts: list[Tensor] = []
 
         def add(batch: Batch, bad: Tensor) -> None:
-            parts.append(passes.norm_batch(batch, torch_ops.one_on(bad.device), bad, None)[SQUARES].to(home))
+            one = torch_ops.constants(bad, torch.float32, 1.0)
+            parts.append(passes.norm_batch(batch, one, bad, None)[SQUARES].to(home))
 
         _run(key, known, add, grads, inv_scale=factor, found_inf=flag)
         if not parts:

@@ -85,6 +85,6 @@ class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
         if torch.compiler.is_compiling():
             if self._enabled:
                 self._ours.steps.scaled = True  # Dynamo keeps this write; it could not trace `loss_scaled`
-            scaled: Outputs = _torch_sharded.ShardedGradScaler.scale(self, outputs)  # type: ignore[call-overload]
+            scaled: Outputs = super(GradScaler, self).scale(outputs)  # type: ignore[call-overload]  # torch's
             return scaled
         return super().scale(outputs)

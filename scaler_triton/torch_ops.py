@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaler_triton.dispatch import refuse_capture, sync_allowed
 from scaler_triton.kernels.abi import LARGEST, SEEN, SMALLEST_NORMAL, SQUARES, SUBNORMAL, ZEROS
 
 _ROW, _BLOCK = 2048, 256  # elements of a row, rows of a block
@@ -46,7 +47,8 @@ def check(tensors: Sequence[Any], found_inf: Tensor) -> None:
     if first.dtype in (torch.bfloat16, torch.float64) and not first.is_cpu and is_plain(first):
         found_inf.masked_fill_(~torch.stack([tensor.isfinite().all() for tensor in tensors]).all(), 1.0)
     else:
-        one = one_on(found_inf.device) if type(found_inf) is Tensor else torch.ones_like(found_inf)
+        is_fake = type(found_inf) is not Tensor
+        one = torch.ones_like(found_inf) if is_fake else kept_constants(found_inf.device, torch.float32, 1.0)
         unscale_(tensors, one, found_inf)
 
 
@@ -84,7 +86,7 @@ def _sum_by_rows(tensors: Sequence[Tensor], weights: Sequence[float] | None) -> 
             if tensor.dtype is torch.float32:
                 rows.append(torch.linalg.vector_norm(whole, dim=1))
             else:
-                wide = torch.empty(_BLOCK, _ROW, device="cpu") if wide is None else wide
+                wide = torch.empty(_BLOCK, _ROW, dtype=torch.float32, device="cpu") if wide is None else wide
                 for block in whole.split(_BLOCK):  # type: ignore[no-untyped-call]
                     rows.append(torch.linalg.vector_norm(wide[: len(block)].copy_(block), dim=1))
             tensor = flat[numel - rest :]
@@ -187,8 +189,16 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
+def constants(beside: Tensor, dtype: torch.dtype, *numbers: float) -> Tensor:
+    """Return `numbers` on the device of `beside`, kept unless it is a fake tensor, valid in its mode only."""
+    make = kept_constants if type(beside) is Tensor else kept_constants.__wrapped__
+    return make(beside.device, dtype, *numbers)
+
+
 @functools.cache
-def one_on(device: torch.device) -> Tensor:
-    """Return 1.0, fp32 `()`, which is kept and must not be written."""
-    with torch.inference_mode(False):
-        return torch.ones((), dtype=torch.float32, device=device)
+def kept_constants(device: torch.device, dtype: torch.dtype, *numbers: float) -> Tensor:
+    """Return `numbers` on `device`; they are kept, and must not be written."""
+    refuse_capture(device, "a first step or call of its kind")
+    with sync_allowed(device), torch.inference_mode(False):
+        # A copy from the host is waited for: the next use may be on another stream.
+        return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)

@@ -118,10 +118,6 @@ class _Guarded:
 
     scaler: Any
 
-    def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Let the guard know that a new loss comes, then run backward."""
-        super().backward(self.scaler.scale(tensor), model, *args, **kwargs)  # type: ignore[misc]
-
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step by the guard, which raises if there is a closure."""
         result = self.scaler.step(optimizer, **kwargs)
@@ -162,12 +158,14 @@ class _TrainerPlugin(_Plugin):
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, unscale, call the hooks, clip, step and update: Lightning's order for all optimizers."""
+        is_guard = isinstance(self.scaler, StepGuard)  # hooks need not wait for it: it checks when it clips, or steps
         if isinstance(optimizer, torch.optim.LBFGS):
-            # It refuses.
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
+            # It refuses, unless it is a disabled guard.
+            disabled = is_guard and not self.scaler.is_enabled()
+            its: Any = super(_Guarded, self) if disabled else super()  # type: ignore[misc]
+            return its.optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
         no_backward = result is None and model.automatic_optimization
-        is_guard = isinstance(self.scaler, StepGuard)  # hooks need not wait for it: it checks when it clips, or steps
         if not (no_backward or is_guard):
             unscale_once(self.scaler, optimizer)
         self._no_backward = no_backward

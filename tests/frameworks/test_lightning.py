@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -246,6 +247,15 @@ def test_a_disabled_scaler_clips_too() -> None:
     fit(plugin(scaler=GradScaler("cpu", enabled=False)), module, gradient_clip_val=0.001)
     moved = (whole(module.net) - before).norm().item()
     assert 0 < moved <= STEPS * 2.0**-4 * 0.001 * 1.01  # lr times the norm, a step; 1 % for rounding the weights
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_guard_refuses_lbfgs_unless_it_is_disabled(enabled: bool) -> None:
+    guard, optimizer = StepGuard("cpu", enabled=enabled), lambda self: torch.optim.LBFGS(self.parameters(), max_iter=1)
+    made = lightning.step_guard_precision(space("Trainer").cls, guard, precision="32-true", device="cpu")
+    module = module_of("", batches(bad=()), on_train_batch_end=lambda *arguments: None, configure_optimizers=optimizer)
+    with pytest.raises(RuntimeError, match="Closure use") if enabled else nullcontext():
+        fit(made, module)
 
 
 @KINDS

@@ -10,6 +10,7 @@ import torch
 from helpers import WAYS, assert_all_same, assert_same, parameters, sgd, started, take_step, values
 
 from scaler_triton import GradScaler, ops
+from scaler_triton.torch_ops import kept_constants
 
 # torch's optimizers notice steps beside the captured ones, which is what is compared here.
 CAPTURABLE = pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True:UserWarning")
@@ -189,6 +190,17 @@ def test_a_first_step_is_refused_in_a_capture_and_has_done_nothing(how: str, is_
         take_step(scaler, optimizer, how)
     assert values(other) == values(one) == [pytest.approx(-0.5 / (math.sqrt(3) if how == "clip" else 1))]
     assert (scaler.stats().updates, scaler.stats().skipped) == (2, 0)
+
+
+@MAY_BE_EMPTY
+def test_a_first_check_by_torchs_op_is_refused_in_a_capture() -> None:
+    """It keeps a 1 on the device, which a capture would only announce."""
+    kept_constants.cache_clear()
+    grads, flag = [torch.full((3,), 4.0, device="cuda")], torch.zeros((), device="cuda")
+    with pytest.raises(RuntimeError, match="take one step like it before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        ops.check_nonfinite(grads, flag, backend="torch")
+    ops.check_nonfinite(grads, flag, backend="torch")
+    assert (grads[0].tolist(), flag.item()) == ([4.0] * 3, 0.0)
 
 
 @pytest.mark.parametrize("replay_before_update", [False, True])

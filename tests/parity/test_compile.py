@@ -10,6 +10,7 @@ from compile_cases import OPTIMIZERS, fresh_compiler, fresh_net, in_parts, ours,
 from helpers import PLACES, Place, assert_all_same, sgd, started, values
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import sharded_grad_scaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
 from scaler_triton import GradScaler, ShardedGradScaler
@@ -106,6 +107,13 @@ def test_a_full_graph_scales_a_loss_as_with_torchs_sharded_scaler() -> None:
         with fresh_compiler():
             compiled = torch.compile(scaler.scale, backend="eager", fullgraph=True)
             assert compiled(torch.ones(())).item() == loss.item() == 8.0
+
+
+def test_compiled_code_scales_a_loss_in_a_patched_torch() -> None:
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    with fresh_compiler(), mock.patch.object(sharded_grad_scaler, "ShardedGradScaler", ShardedGradScaler):
+        assert torch.compile(lambda loss: scaler.scale(loss), backend="eager")(torch.ones(())).item() == 8.0
 
 
 @pytest.mark.parametrize("before", ["carried", "dropped", "raised"])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton import flag
@@ -252,14 +251,6 @@ def test_sums_of_flags_and_failures_are_one_flag_and_one_failure(failures: float
     assert made.found_inf.item() == 1.0
     with pytest.raises(RuntimeError, match=error) if error else nullcontext():
         assert reads(made)
-
-
-def test_constants_are_kept_for_plain_tensors_and_made_for_fake_ones() -> None:
-    with FakeTensorMode():
-        assert type(flag.constants(torch.ones(1), torch.float32, 7.0)) is not Tensor
-    kept = flag.constants(torch.ones(1), torch.float32, 7.0)
-    assert type(kept) is Tensor
-    assert flag.constants(torch.ones(2), torch.float32, 7.0) is kept
 
 
 # Functions

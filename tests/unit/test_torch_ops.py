@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import DTYPES, assert_all_same, assert_same, randn, sum_of_squares
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scaler_triton import torch_ops
 from scaler_triton.kernels.abi import OVERFLOWS
@@ -115,6 +116,17 @@ def test_neither_small_nor_large_squares_are_lost(size: int, factor: float) -> N
         total = torch_ops.sum_of_squares(tensors, found, given)
         assert total.item() == pytest.approx(sum_of_squares(tensors, given), rel=1e-6, abs=0.0)
     assert found.item() == 0.0
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_no_norm(default: torch.dtype) -> None:
+    tensors, found = [randn(5000, torch.float16)], flag()
+    want = torch_ops.sum_of_squares(tensors, found, None)
+    torch.set_default_dtype(default)
+    try:
+        assert_same(torch_ops.sum_of_squares(tensors, found, None), want)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("special", SPECIALS[1:])
@@ -232,3 +244,11 @@ def test_measuring_is_numpys(dtype: torch.dtype) -> None:
     torch_ops.combine_(measured, torch.tensor([1e300, 1.0, 1.0, 1.0, 5.0], dtype=torch.float64))
     torch_ops.combine_(measured, torch.zeros(5, dtype=torch.float64))
     assert measured.tolist() == [1e300, *(number + 1 for number in want[1:4]), 9]
+
+
+def test_constants_are_kept_for_plain_tensors_and_made_for_fake_ones() -> None:
+    with FakeTensorMode():
+        assert type(torch_ops.constants(torch.ones(1), torch.float32, 7.0)) is not Tensor
+    kept = torch_ops.constants(torch.ones(1), torch.float32, 7.0)
+    assert type(kept) is Tensor
+    assert torch_ops.constants(torch.ones(2), torch.float32, 7.0) is kept
