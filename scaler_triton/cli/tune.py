@@ -16,13 +16,14 @@ import platform
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scaler_triton import __version__
 from scaler_triton.cli.console import complain, driver_version, missing_packages, new_bar
-from scaler_triton.text import one_line, table
+from scaler_triton.text import error_line, one_line, table
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +204,7 @@ def report(figures: Sequence[Figures], chosen: Mapping[Key, LaunchConfig]) -> st
 def write(path: Path, gpu: str, chosen: Mapping[Key, LaunchConfig], **figures: Any) -> None:
     """Write a file as `kernels/config.py` reads it, with one line an entry, at once: nobody sees half of it."""
     configs = [
-        {"mode": mode, "itemsize": itemsize, "workload": workload, "config": numbers(best)}
+        {"mode": mode, "itemsize": itemsize, "workload": workload, "config": list(astuple(best))}
         for (mode, itemsize, workload), best in chosen.items()
     ]
     parts = []
@@ -242,15 +243,10 @@ def provenance(device: torch.device) -> dict[str, Any]:
 def record(figures: Figures) -> dict[str, Any]:
     """Return a candidate's figures as they are written: four digits are more than repeat."""
     mode, itemsize, workload = figures.key
-    entry = {"mode": mode, "itemsize": itemsize, "workload": workload, "config": numbers(figures.config)}
+    entry = {"mode": mode, "itemsize": itemsize, "workload": workload, "config": list(astuple(figures.config))}
     if figures.problem:
         return {**entry, "problem": figures.problem[:1000]}
     return {**entry, "ms": [float(f"{ms:.4g}") for ms in figures.ms], "copy_gbps": round(figures.copy_gbps)}
-
-
-def numbers(config: LaunchConfig) -> list[int]:
-    """Return a configuration as a file has it."""
-    return [config.num_warps, config.vectors, config.unroll]
 
 
 def gpu_workloads(l2_bytes: int) -> Workloads:
@@ -341,7 +337,7 @@ class Scratch:
         try:
             return self._problem(mode, config)
         except Exception as error:
-            return one_line(f"{type(error).__name__}: {error}")
+            return error_line(error)
 
     def _problem(self, mode: str, config: LaunchConfig) -> str:
         import torch

@@ -22,7 +22,8 @@ from torch.optim import SGD, AdamW
 
 from scaler_triton.cli.console import fitted
 from scaler_triton.demo.launch import Answer, run_ranks
-from scaler_triton.demo.train import load_library, local_part, put_inf
+from scaler_triton.demo.train import load_library, put_inf
+from scaler_triton.gradients import local_tensor
 from scaler_triton.text import one_line, rank_names
 
 START = 8.0  # the scale before the step: 4 after one backoff
@@ -53,7 +54,7 @@ class Watch:
 
     def outcome(self) -> Outcome:
         """Return what became of them."""
-        finite = all(bool(local_part(p).isfinite().all()) for p in self._parameters)
+        finite = all(bool(local_tensor(p).isfinite().all()) for p in self._parameters)
         broken = "" if finite else " (NaN or Inf)"
         if (after := self._hash()) != self._before:
             return Outcome(self._scaler.get_scale(), "stepped", f"{self._before} -> {after}{broken}", finite)
@@ -61,7 +62,7 @@ class Watch:
         return Outcome(self._scaler.get_scale(), did, f"{after} unchanged{broken}", finite)
 
     def _hash(self) -> str:
-        parts = [local_part(p.detach()).cpu().flatten().view(torch.uint8).numpy().tobytes() for p in self._parameters]
+        parts = [local_tensor(p.detach()).cpu().flatten().view(torch.uint8).numpy().tobytes() for p in self._parameters]
         return sha256(b"".join(parts)).hexdigest()[:8]
 
 

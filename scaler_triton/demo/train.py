@@ -18,6 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from scaler_triton.demo.launch import tell
 from scaler_triton.demo.model import Block, CharTransformer, ModelSize
+from scaler_triton.gradients import local_tensor
 
 
 @dataclass(frozen=True)
@@ -170,12 +171,7 @@ def whole_parameters(model: nn.Module) -> Any:
         return torch.cat([p.flatten().cpu() for p in whole]).numpy()
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def put_inf(model: nn.Module) -> None:
     """Set one element of this rank's own gradient shards to inf."""
-    shards = (local_part(p.grad) for p in model.parameters() if p.grad is not None)
+    shards = (local_tensor(p.grad) for p in model.parameters() if p.grad is not None)
     next(shard for shard in shards if shard.numel()).view(-1)[0] = inf

@@ -146,7 +146,7 @@ def _check(accelerator: Any, *precisions: str) -> None:
         wanted = " or ".join(f"mixed_precision={each!r}" for each in precisions)
         raise ValueError(f"accelerator must have {wanted}, got {precision!r}{_HINTS.get(precision, '')}")
     for package in ("accelerate", "transformers") if "transformers" in sys.modules else ("accelerate",):
-        versions.check(package, stacklevel=4)
+        versions.check(package)
 
 
 def _check_unprepared(accelerator: Any) -> None:

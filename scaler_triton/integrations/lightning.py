@@ -160,10 +160,11 @@ class _TrainerPlugin(_Plugin):
         """Run the closure, unscale, call the hooks, clip, step and update: Lightning's order for all optimizers."""
         is_guard = isinstance(self.scaler, StepGuard)  # hooks need not wait for it: it checks when it clips, or steps
         if isinstance(optimizer, torch.optim.LBFGS):
-            # It refuses, unless it is a disabled guard.
-            disabled = is_guard and not self.scaler.is_enabled()
-            its: Any = super(_Guarded, self) if disabled else super()  # type: ignore[misc]
-            return its.optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+            if is_guard and not self.scaler.is_enabled():  # as without a scaler
+                closure = functools.partial(self._wrap_closure, model, optimizer, closure)  # type: ignore[attr-defined]
+                return optimizer.step(closure=closure, **kwargs)  # type: ignore[no-untyped-call]
+            # It refuses.
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
         result = closure()
         no_backward = result is None and model.automatic_optimization
         if not (no_backward or is_guard):
@@ -212,7 +213,7 @@ class _FabricPlugin(_Plugin):
 def _plugin_class(framework: type, name: str, *, guarded: bool = False) -> Any:
     """Return the plugin for a Trainer or a Fabric, derived from its own of that name."""
     package, plugins = _source(framework)
-    versions.check(package, stacklevel=4)
+    versions.check(package)
     return _derived(getattr(import_module(plugins), name), guarded)
 
 

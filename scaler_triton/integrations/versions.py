@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch.torch_version import TorchVersion
 
+from scaler_triton.dispatch import stacklevel
+
 # Package -> the oldest and the newest version, with which `make test-oldest` and `make test-frameworks` run.
 TESTED = {
     "accelerate": ("1.13.0", "1.15.0"),
@@ -22,12 +24,11 @@ _PARTS = {"pytorch-lightning": ("lightning-fabric",)}
 _warned: set[str] = set()
 
 
-def check(package: str, *, stacklevel: int = 2) -> None:
+def check(package: str) -> None:
     """Warn, once a process, if the installed version of `package` is not one that was tested.
 
     Args:
         package: its name on PyPI, one of `TESTED`. A copy without a version passes.
-        stacklevel: of the warning, as `warnings.warn` counts it from here: 2 is the caller.
     """
     for name in (package, *_PARTS.get(package, ())):
         with suppress(PackageNotFoundError):
@@ -40,8 +41,5 @@ def check(package: str, *, stacklevel: int = 2) -> None:
     if oldest <= public <= newest or name in _warned:
         return
     _warned.add(name)
-    warnings.warn(
-        f"{name} {installed} is installed; scaler_triton was tested with {name} {oldest} to {newest}",
-        UserWarning,
-        stacklevel=stacklevel,
-    )
+    text = f"{name} {installed} is installed; scaler_triton was tested with {name} {oldest} to {newest}"
+    warnings.warn(text, UserWarning, stacklevel=stacklevel())

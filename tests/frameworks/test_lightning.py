@@ -250,10 +250,12 @@ def test_a_disabled_scaler_clips_too() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_guard_refuses_lbfgs_unless_it_is_disabled(enabled: bool) -> None:
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_a_guard_refuses_lbfgs_unless_it_is_disabled(precision: str, enabled: bool) -> None:
     guard, optimizer = StepGuard("cpu", enabled=enabled), lambda self: torch.optim.LBFGS(self.parameters(), max_iter=1)
-    made = lightning.step_guard_precision(space("Trainer").cls, guard, precision="32-true", device="cpu")
-    module = module_of("", batches(bad=()), on_train_batch_end=lambda *arguments: None, configure_optimizers=optimizer)
+    made = lightning.step_guard_precision(space("Trainer").cls, guard, precision=precision, device="cpu")
+    data, hooks = jobs.guarded_batches(4, 1.0), {"on_train_batch_end": lambda *arguments: None}
+    module = module_of("", data, configure_optimizers=optimizer, **hooks)
     with pytest.raises(RuntimeError, match="Closure use") if enabled else nullcontext():
         fit(made, module)
 
