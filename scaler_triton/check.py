@@ -237,7 +237,7 @@ def peers_of(scaler: GradScaler, plan: GradPlan, *joint: GradPlan) -> Ranks | No
 
 def new_flag(scaler: GradScaler, step: OptimizerStep, divide: bool = True) -> Flag:
     """Return a cleared flag on the scale's device: the step's, unless that holds an earlier check's result."""
-    scale, flag = scaler._scale, step.flag
+    scale, flag = scaler._scale, step.flag or step.carried
     if flag is None or flag.device != scale.device or step["found_inf_per_device"]:
         flag = scaler._ours.rows_on(scale.device).flag()
     step.captured = captured = scale.is_cuda and is_capturing()

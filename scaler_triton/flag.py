@@ -49,7 +49,6 @@ class FlagRows:
             self.last_flags = torch.zeros(abi.ROWS, dtype=torch.float32, device="cpu").to(device)  # cleared by updates
             empty = torch.zeros(abi.ROWS, abi.MEASURED_ROW, dtype=torch.float64, device="cpu")
             self.measured = empty.to(device) if measures else None  # what the checks have measured
-        self.measured_copy = HostCopy()
         self.captured: set[Flag] = set()  # flags that graphs write at each replay: their rows are never freed
         self._free = list(reversed(range(abi.ROWS)))
 
@@ -73,6 +72,7 @@ class Flag:
     ) -> None:
         self.status, self.rows, self.row = status, rows, row
         self.measured = measured  # what the last check has measured, fp64 [MEASURED_ROW]; None: it does not measure
+        self.measured_copy = HostCopy()
         self.device = status.device
         self.found_inf = status[FLAG]
         self.cleared = False  # whether flag and failure are known to be zero

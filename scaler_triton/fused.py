@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
+import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,9 +33,10 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     """Check the gradients unless they are unscaled, and call the optimizer's step, without a host wait."""
     function = optimizer.step
     function = getattr(function, "__func__", function)
-    if step.function is not function:
-        step.function = function
+    if step.function() is not function:
         step.takes_scaler = "grad_scaler" in inspect.signature(function).parameters
+        with suppress(TypeError):  # no weak references to it: it is inspected in each step
+            step.function = weakref.ref(function)  # it may hold the optimizer
     if step.takes_scaler:
         return _step_by_argument(scaler, step, optimizer, args, kwargs)
     if step.phase is not UNSCALED:

@@ -277,7 +277,8 @@ class GradScaler(torch.amp.GradScaler):
         step.raised, step.fresh, step.running = False, False, True
         try:
             if step.phase is FAILED:
-                fused.remove_scale(optimizer, step.owner())
+                if is_fused:
+                    fused.remove_scale(optimizer, step.owner())
                 step.stepped(True)
                 result = None
             elif is_fused:
@@ -290,7 +291,7 @@ class GradScaler(torch.amp.GradScaler):
                         check(self, step, optimizer, divide=True, by_step=True)
                 if not step["found_inf_per_device"]:
                     raise AssertionError("No inf checks were recorded for this optimizer.")
-                if type(self)._maybe_opt_step is not GradScaler._maybe_opt_step:  # it may write the flags
+                if getattr(self._maybe_opt_step, "__func__", None) not in OUR_METHODS:  # it may write the flags
                     steps.exposed, step.fresh = True, False
                 result = self._maybe_opt_step(optimizer, step, *args, **kwargs)
                 if step.outcome is None:  # a subclass's `_maybe_opt_step` does not call ours
@@ -310,6 +311,7 @@ class GradScaler(torch.amp.GradScaler):
             skips = any(each.item() != 0.0 for each in flags.values())
         else:
             skips = flag.on_host(flags, fresh=step.fresh or not self._ours.steps.exposed)
+            step.fresh = False  # other code may call this method again, with flags of its own
         result: float | None = None if skips else optimizer.step(*args, **kwargs)
         step.outcome = skips
         return result
@@ -374,8 +376,8 @@ class GradScaler(torch.amp.GradScaler):
         ours = self._ours
         if not ours.steps.measures:
             raise RuntimeError("headroom() needs measure=True, an argument of the scaler")
-        flags = [step.flag for step in ours.steps.all() if step.flag is not None]
-        return read_headroom(flags, wait)
+        flags = [step.flag or step.carried for step in ours.steps.all()]
+        return read_headroom([flag for flag in flags if flag is not None], wait)
 
     def metrics(self, prefix: str = "scaler/") -> dict[str, float]:
         """Return numbers for a logger: the scale, and what the updates have done; empty on a disabled scaler.
@@ -424,14 +426,14 @@ class GradScaler(torch.amp.GradScaler):
         most = policy.check_number("max_attempts", max_attempts)
 
         def repeat() -> Iterator[int]:
-            steps = self._ours.steps
             for attempt in range(1, most + 1):
+                steps = self._ours.steps  # the body may assign another registry
                 before = steps.outcome(optimizer)
                 if isinstance(before, bool):  # as a tensor it differs from that of a step in the body
                     before = torch.tensor(before, device="cpu")
                 steps.open(optimizer).outcome = before
                 yield attempt
-                outcome = steps.open(optimizer).outcome
+                outcome = self._ours.steps.open(optimizer).outcome
                 if outcome is None or outcome is before or not self.was_skipped(optimizer):
                     return
 
@@ -589,7 +591,10 @@ class GradScaler(torch.amp.GradScaler):
                 self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True) -> Flags:
-        """Unscale on this rank only; return a flag, which starts as `found_inf`, for each device with gradients."""
+        """Unscale on this rank only; return a flag, which starts as `found_inf`, for each device with gradients.
+
+        Without any a `ShardedGradScaler` returns one on the scale's device, as callers reduce it over the ranks.
+        """
         steps = self._ours.steps
         # A call from outside a step, perhaps for a few parameters, must not begin one.
         step = steps.last(optimizer) or OptimizerStep()
@@ -598,7 +603,9 @@ class GradScaler(torch.amp.GradScaler):
         flag.found_inf.copy_(found_inf.reshape(()))
         plan.written = False
         batches = plan.collect(allow_fp16=allow_fp16)
-        return passes.check(plan, batches, inv_scale.to(flag.device), flag, divide=True, inverse=True)[0]
+        flags, _ = passes.check(plan, batches, inv_scale.to(flag.device), flag, divide=True, inverse=True)
+        is_sharded = self._ours.sharded and self._ours.guard is None
+        return flags or ({flag.device: flag.found_inf} if is_sharded else {})
 
     def _check_inf_per_device(self, optimizer: Any) -> Any:
         """Check the optimizer's gradients without writing them, and return the agreed flag on every device.
@@ -612,7 +619,11 @@ class GradScaler(torch.amp.GradScaler):
                 require_scale(self, "_check_inf_per_device", [optimizer])
             is_final = phase in (STEPPED, FAILED) or (phase is UNSCALED and (flag is None or flag.is_final))
             if not (flags and (is_final or peers_of(self, self._ours.steps.plan(step, optimizer)))):
+                before = flag or step.carried if phase in (UNSCALED, CARRIED) else None
+                measured = None if before is None or before.measured is None else before.measured.clone()
                 check(self, step, optimizer, divide=False)
+                if measured is not None:  # of the gradients as they were scaled
+                    step.flag.measured.copy_(measured)  # type: ignore[union-attr]
         except BaseException:
             if step.phase is FAILED and phase not in (UNSCALED, CARRIED):
                 step._enter(phase)  # `step` checks again, as the other ranks do
@@ -672,5 +683,6 @@ class GradScaler(torch.amp.GradScaler):
         return clone
 
 
-OUR_METHODS.update((GradScaler.unscale_, GradScaler._unscale_grads_, GradScaler._check_inf_per_device))
+OUR_METHODS.update((GradScaler.unscale_, GradScaler._unscale_grads_))
+OUR_METHODS.update((GradScaler._check_inf_per_device, GradScaler._maybe_opt_step))
 skip_tracing(GradScaler)

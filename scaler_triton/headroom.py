@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaler_triton.flag import Flag, OnDevice, exponent_of
+from scaler_triton.flag import OnDevice, exponent_of
 from scaler_triton.kernels import abi
 from scaler_triton.text import count_of
 
@@ -66,23 +66,20 @@ class Headroom:
         return f"{count_of(round(self.bits), 'bit')} of headroom, {shares}: {advice}".replace("%", " %")
 
 
-def read_headroom(flags: Sequence[Flag], wait: bool) -> Headroom:
+def read_headroom(flags: Sequence[Any], wait: bool) -> Headroom:
     """Return what the checks of these flags have measured, after one wait for the device.
 
     Without `wait` it is the newest that has arrived on the host, and the next copy is started.
     """
-    rows: Sequence[Sequence[float]] = ()
+    held = [flag for flag in flags if flag.measured is not None]
     if wait:
-        held = [flag.measured for flag in flags if flag.measured is not None]
-        together = [each.to(held[-1].device) for each in held]  # an earlier scale may have been elsewhere
-        rows = torch.stack(together).tolist() if held else ()
+        together = [flag.measured.to(held[-1].device) for flag in held]  # an earlier scale may have been elsewhere
+        rows = torch.stack(together).tolist() if held else []
     else:
-        home = next((flag.rows for flag in flags if flag.rows is not None), None)
-        table = None if home is None or home.measured is None else home.measured_copy.newest(home.measured)
-        rows = [table[flag.row] for flag in flags if flag.rows is home] if table is not None else ()
+        rows = [flag.measured_copy.newest(flag.measured) or () for flag in held]
     largest = scaled = zeros = subnormal = seen = 0.0
     for row in rows:
-        if row[abi.SEEN]:
+        if row and row[abi.SEEN]:  # empty: no copy has arrived yet
             largest, scaled = max(largest, row[abi.LARGEST] / row[abi.MEASURED_AT]), max(scaled, row[abi.LARGEST])
             zeros, subnormal, seen = zeros + row[abi.ZEROS], subnormal + row[abi.SUBNORMAL], seen + row[abi.SEEN]
     bits = math.log2(FP16_MAX / scaled) if scaled else math.inf

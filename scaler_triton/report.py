@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -44,9 +44,11 @@ class Marks:
     def __init__(self, plan: GradPlan, counters: Counters) -> None:
         self.plan: GradPlan = weakref.proxy(plan)  # it holds this: a cycle would keep parameters until a collection
         self.counters = counters
-        # The flags of the last step that was CARRIED, which the update before has counted, too, and its generation.
+        # Of the last step that was CARRIED: the flags that it goes by, the generation in which it goes on, and that of
+        # its check. The updates in between have counted these flags, too.
         self._resumed: Flags = {}
         self._resumed_at: Any = -1
+        self._carried_from: Any = -1
         self._on_host: dict[int, dict[int, int]] = {}  # by generation: the kinds found on the CPU, by parameter
         self._unmarked: set[str] = set()  # gradients that kernels check without a mark, in words
 
@@ -79,26 +81,35 @@ class Marks:
                 if kinds:
                     seen[position] = seen.get(position, 0) | kinds
 
+    def carry(self) -> None:
+        """Record that a step is going to be CARRIED over an update that comes now."""
+        self._carried_from = self._generation()
+
     def resume(self, flags: Flags) -> None:
         """Record that a CARRIED step goes on with these flags."""
+        self._resumed, self._resumed_at = flags, self._generation()
+
+    def _generation(self) -> Any:
         counters = self.counters.values
-        self._resumed = flags
-        self._resumed_at = counters[SKIPPED] if isinstance(counters, list) else counters[SKIPPED].clone()
+        return counters[SKIPPED] if isinstance(counters, list) else counters[SKIPPED].clone()
 
-    def of(self, generation: int) -> dict[int, int]:
-        """Wait for the device, and return the kinds that made steps of this generation skip, by parameter."""
-        kinds = self._kept(generation)
-        if not kinds and self._resumed_at == generation and any(flag.item() for flag in self._resumed.values()):
-            kinds = self._kept(generation - 1)
-        return kinds
+    def cause(self, generation: int) -> int | None:
+        """Wait for the device, and return the generation of the check for which a carried step of this one skips."""
+        if self._resumed_at == generation and any(flag.item() for flag in self._resumed.values()):
+            return int(self._carried_from)
+        return None
 
-    def _kept(self, generation: int) -> dict[int, int]:
-        kinds = dict(self._on_host.get(generation, {}))
+    def of(self, generations: Collection[int]) -> dict[int, int]:
+        """Wait for the device, and return the kinds of what was not finite in these generations, by parameter."""
+        kinds: dict[int, int] = {}
+        for generation in generations:
+            for position, found in self._on_host.get(generation, {}).items():
+                kinds[position] = kinds.get(position, 0) | found
         for layout in self.plan.layouts:
             for each in layout.tables.values():
                 for position, row in zip(layout.positions, each.bits.tolist(), strict=True):
                     for mark in row:
-                        if mark & _KINDS and mark >> KIND_BITS == generation:
+                        if mark & _KINDS and mark >> KIND_BITS in generations:
                             kinds[position] = kinds.get(position, 0) | mark & _KINDS
         return kinds
 
@@ -214,19 +225,26 @@ def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
     update = None if pending else counters[LAST_SKIP] or None
     generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1
     names = names_by_id(model)
-    bad: list[BadGradient] = []
-    uncovered: set[str] = set()
-    for number, plan in enumerate(step.plan for step in steps if step.plan is not None):
-        kinds = plan.marks.of(generation)
-        for index in sorted(kinds):
-            parameter = plan.parameters[index]
-            name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
-            bad.append(BadGradient(name, _WORDS[kinds[index]], local_tensor(parameter).numel(), rank))
-        if pending or update:
-            uncovered.update(plan.marks.not_covered())
-    spikes = [step.window.spike(generation) for step in steps if step.window is not None]
-    found = tuple(Spike(*each) for each in spikes if each is not None)
-    return OverflowReport(update, tuple(bad), False, tuple(sorted(uncovered)), pending, found)
+    planned: list[Any] = [step for step in steps if step.plan is not None]
+
+    def look(generations: Sequence[Collection[int]]) -> tuple[list[BadGradient], list[Spike]]:
+        bad: list[BadGradient] = []
+        spikes: list[tuple[float, float]] = []
+        for number, (step, those) in enumerate(zip(planned, generations, strict=True)):
+            kinds = step.plan.marks.of(those)
+            for index in sorted(kinds):
+                parameter = step.plan.parameters[index]
+                name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
+                bad.append(BadGradient(name, _WORDS[kinds[index]], local_tensor(parameter).numel(), rank))
+            spikes += [] if step.window is None else filter(None, map(step.window.spike, those))
+        return bad, [Spike(*each) for each in spikes]
+
+    causes = [step.plan.marks.cause(generation) for step in planned]
+    bad, spikes = look([range(generation if cause is None else cause, generation + 1) for cause in causes])
+    if not (bad or spikes):  # a carried step goes by the flag of all that it was clipped with
+        bad, spikes = look([[cause for cause in causes if cause is not None]] * len(planned))
+    uncovered = {text for step in planned if pending or update for text in step.plan.marks.not_covered()}
+    return OverflowReport(update, tuple(bad), False, tuple(sorted(uncovered)), pending, tuple(spikes))
 
 
 def _gather(own: OverflowReport, group: Any, home: torch.device) -> OverflowReport:

@@ -69,10 +69,11 @@ class Window:
     def __init__(self, sigma: float, length: int, device: torch.device, requested: str) -> None:
         refuse_capture(device, "a guard's first step")
         self.length, self._sigma = length, sigma
-        self.by_kernel = choose(device, torch.float32, requested, task="guarding") == "triton"
         with torch.inference_mode(False):  # later steps write it outside that mode
             self.memory = torch.zeros(abi.HEADER + length, dtype=torch.float64, device=device)  # see `kernels.abi`
             self._places = torch.arange(1 << (length - 1).bit_length(), device=device)
+        is_plain = type(self.memory) is Tensor  # not one of torch's fake tensors
+        self.by_kernel = is_plain and choose(device, torch.float32, requested, task="guarding") == "triton"
         self.restore([])
 
     def judge(self, totals: Tensor, flag: Flag, counters: Counters, *, first: bool) -> None:

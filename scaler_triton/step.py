@@ -74,7 +74,7 @@ class OptimizerStep(dict[str, Any]):
     """
 
     __slots__ = (
-        "captured", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome", "owner",
+        "captured", "carried", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome", "owner",
         "phase", "plan", "raised", "reader", "running", "stale", "takes_scaler", "window",
     )  # fmt: skip
 
@@ -86,13 +86,14 @@ class OptimizerStep(dict[str, Any]):
         self.handles: dict[int, Callable[[], Any]] = {}  # the same for it and for each wrapper around it, by id
         self.plan: GradPlan | None = None  # made by the first check
         self.flag: Flag | None = None  # the last check's
+        self.carried: Flag | None = None  # the same of a step that went on after it was CARRIED, for what it measured
         self.window: Window | None = None  # the last norms, of a guard that looks for spikes
         self.earlier: list[Flag | None] = []  # those of earlier checks in this step, which callers may still read
         self.kept: Flags = {}  # what a CARRIED step is going to use
         # What `was_skipped` returns after the last step, or the flag to read it from; None: not stepped.
         self.outcome: bool | Flag | Tensor | None = None
         self.reader: int | None = None  # handle of the stream on which a fused step reads its flag
-        self.function: Any = None  # a fused optimizer's `step`
+        self.function: Callable[[], Any] = _nobody  # returns a fused optimizer's `step`
         self.takes_scaler = False  # whether that takes the scaler as an argument, as older ones do
         self.fresh = False  # whether the running `step` made the check, so that its flag is as it left it
         self.captured = False  # whether the check was recorded into a graph
@@ -145,7 +146,7 @@ class OptimizerStep(dict[str, Any]):
         self[_FLAGS], self.kept = self.kept, {}
         if self.plan is not None:
             self.plan.marks.resume(self[_FLAGS])
-        self.flag = None  # the update may have cleared it
+        self.carried, self.flag = self.flag, None  # the update may have cleared it
         self._enter(UNSCALED)
 
     def failed(self, home: torch.device | None) -> None:
@@ -286,6 +287,8 @@ class Steps(dict[Any, Any]):
                 kept = {} if step.stale or (for_guard and over) else step[_FLAGS]
                 copied = torch.clone if step.phase is UNSCALED else torch.ones_like
                 step.kept = {device: copied(flag) for device, flag in kept.items()}
+                if step.plan is not None:
+                    step.plan.marks.carry()
 
     def close(self, captured: bool) -> None:
         """End an update: each step becomes READY, or CARRIED if it was unscaled and not stepped."""

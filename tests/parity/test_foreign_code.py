@@ -214,6 +214,31 @@ def a_step_that_was_taken_elsewhere(run: Run) -> None:
         optimizer.zero_grad()
 
 
+@row("by hand", "on the object")
+def steps_whose_flags_are_of_ones_own(run: Run, variant: str) -> None:
+    """Every second one, by torch's private methods; or all of them, by a method that an object got."""
+    parameters = run.parameters()
+    optimizer, scaler = sgd(parameters), run.scaler()
+    if variant == "on the object":
+
+        def decide(optimizer: Any, state: Any, *args: Any) -> Any:
+            state["found_inf_per_device"] = {torch.device(run.device): run.full(float(number % 2), ())}
+            return run.base._maybe_opt_step(scaler, optimizer, state, *args)
+
+        scaler._maybe_opt_step = decide
+    for number, bad in enumerate(BAD_STEPS):
+        scaler.scale(loss(parameters, bad and variant == "by hand")).backward()
+        if number % 2 and variant == "by hand":
+            state, inverse = scaler._per_optimizer_states[id(optimizer)], scaler._scale.double().reciprocal().float()
+            state["found_inf_per_device"] = scaler._unscale_grads_(optimizer, inverse, run.full(0.0, ()), False)
+            scaler._maybe_opt_step(optimizer, state)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+        run.look(scaler, parameters)
+        optimizer.zero_grad()
+
+
 @row(0.0, 1.0)
 def a_step_tried_again_with_a_flag_of_ones_own(run: Run, variant: float) -> None:
     optimizer, scaler = run.sgd(None), run.started()

@@ -1,8 +1,10 @@
 """Fused optimizers: what they are given for their step, and what of it is left afterwards."""
 
 import functools
+import gc
 import inspect
 import math
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -219,6 +221,30 @@ def test_what_was_found_before_outlives_a_step_that_cannot_ask(cls: Any) -> None
         scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == SCALE / 2
+
+
+class Holding:
+    """A step that holds its optimizer, to which there are no weak references."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, step: Any) -> None:
+        self.step = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("hold", [Holding, lambda step: lambda *args, **kwargs: step(*args, **kwargs)])
+def test_a_step_that_holds_its_optimizer_does_not_keep_it(hold: Any) -> None:
+    scaler, optimizer = a_scaler(), sgd([torch.tensor([8.0])], fused=True)
+    optimizer.step = hold(optimizer.step)
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+    freed = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert freed() is None
 
 
 def test_gradients_are_checked_anew_after_a_step_that_followed_an_update() -> None:

@@ -71,8 +71,17 @@ def attempted(scaler: Any, good_below: float, **options: Any) -> tuple[list[int]
     return attempts, values(optimizer)
 
 
-def test_a_skipped_batch_is_repeated_at_the_lower_scale() -> None:
-    scaler = GradScaler("cpu", init_scale=64.0)
+class Replacing(GradScaler):
+    """Begins each step with other states, as a subclass does that has copied torch's `update`."""
+
+    def update(self, new_scale: Any = None) -> None:
+        super().update(new_scale)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+
+@pytest.mark.parametrize("cls", [GradScaler, Replacing])
+def test_a_skipped_batch_is_repeated_at_the_lower_scale(cls: Any) -> None:
+    scaler = cls("cpu", init_scale=64.0)
     assert attempted(scaler, 16.0) == ([1, 2, 3, 4], [-0.5 / 8])
     assert attempted(scaler, 16.0) == ([1], [-0.5 / 8])  # nothing is lost: nothing is repeated
     assert attempted(scaler, 0.0)[0] == [*range(1, 9)]

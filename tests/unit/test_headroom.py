@@ -9,6 +9,7 @@ from helpers import PLACES, Place, assert_all_same, sgd, started, take_step
 
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
 from scaler_triton.headroom import Headroom
+from scaler_triton.kernels import abi
 
 INF = math.inf
 
@@ -61,17 +62,26 @@ def test_it_is_of_the_last_checks_over_all_optimizers(place: Place) -> None:
 
 @PLACES
 @pytest.mark.parametrize("divides", [False, True])
-def test_a_look_at_divided_gradients_measures_them_as_such(place: Place, divides: bool) -> None:
-    """Between an update and the step, too; there `unscale_` divides once more."""
-    scaler, held = measuring(place, init_scale=4.0), sgd([torch.tensor([8.0])], place.device)
+def test_looks_and_updates_change_nothing_of_what_the_dividing_check_measured(place: Place, divides: bool) -> None:
+    scaler, held = measuring(place, init_scale=2.0**12), sgd([torch.tensor([8.0, 1.0])], place.device)
     scaler.unscale_(held)
+    want = scaler.headroom()
+    assert want.largest == 8.0 / 2**12
     for _ in range(2):
         scaler._check_inf_per_device(held)
-        assert scaler.headroom().largest == 2.0
+        assert scaler.headroom() == want
         scaler.update()
-    if divides:
-        scaler.unscale_(held)
-        assert scaler.headroom().largest == 0.5
+    scaler.unscale_(held) if divides else scaler.step(held)
+    assert (scaler.headroom() == want) is not divides  # it divides once more
+
+
+def test_without_a_wait_it_is_of_all_optimizers_however_many() -> None:
+    scaler = measuring(Place("cpu", "torch"), init_scale=1.0)
+    held = [sgd([torch.tensor([float(number)])]) for number in range(1, abi.ROWS + 4)]
+    for optimizer in held:
+        scaler.step(optimizer)
+    assert scaler.headroom(wait=False) == scaler.headroom()
+    assert scaler.metrics()["scaler/largest"] == abi.ROWS + 3
 
 
 @PLACES

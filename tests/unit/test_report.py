@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from scaler_triton import GradScaler, ranks, report
+from scaler_triton import GradScaler, StepGuard, ranks, report
 from scaler_triton.dispatch import kernels
 from scaler_triton.kernels.abi import COUNTERS, INF, NAN, SKIPPED
 from scaler_triton.plan import GradPlan
@@ -56,6 +56,30 @@ class Run:
 
     def marks(self) -> Any:
         return self.scaler._ours.steps.last(self.optimizer).plan.marks
+
+
+@PLACES
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("guards", [False, True])
+def test_updates_between_check_and_step_lose_no_cause(place: Place, count: int, joint: bool, guards: bool) -> None:
+    """All of one batch; what is clipped together skips by the first one's overflow, or by the spike of all."""
+    options: dict[str, Any] = {"spike_sigma": 3.0, "window": 2} if guards else {"init_scale": 4.0}
+    scaler: Any = (StepGuard if guards else GradScaler)(place.device, backend=place.backend, **options)
+    scaler.scale(torch.ones((), device=place.device))
+    held = [sgd([torch.ones(1)], place.device) for _ in range(count)]
+    for size in (1.0, 2.0, 1.5, 1e6 if guards else math.inf):
+        for number, optimizer in enumerate(held):
+            optimizer.param_groups[0]["params"][0].grad.fill_(1.0 if joint and not guards and number else size)
+        scaler.clip_grad_norm_(held, 1.0) if joint else [scaler.clip_grad_norm_(each, 1.0) for each in held]
+        for optimizer in held:
+            scaler.step(optimizer)
+            scaler.update()
+    last = scaler.overflow_report()
+    assert (scaler.stats().skipped, last.update) == (count, 4 * count)
+    found = last.spikes if guards else [each.name for each in last.bad]
+    assert len(found) == 1
+    assert guards or found == [f"optimizer {0 if joint else count - 1}, parameter 0"]
 
 
 # Marks
@@ -155,7 +179,7 @@ def test_the_host_keeps_a_few_generations() -> None:
     run = Run(Place("cpu", "torch"))
     for _ in range(9):
         run.step(_0_bias=[math.inf])
-    assert [generation for generation in range(9) if run.marks().of(generation)] == [5, 6, 7, 8]
+    assert [generation for generation in range(9) if run.marks().of([generation])] == [5, 6, 7, 8]
 
 
 def marked(device: torch.device) -> tuple[Marks, Any, GradPlan]:
@@ -187,10 +211,10 @@ def test_a_generations_marks_are_told_from_others_in_their_place() -> None:
     bits = torch.tensor([[5 << 2 | INF, 0, 2 << 2 | NAN, 0], [9 << 2 | NAN, 5 << 2 | NAN, 0, 0]], dtype=torch.int32)
     table = SimpleNamespace(bits=bits)
     layout.tables = {"check": table, "clip": table, "norm": SimpleNamespace(bits=(bits & 3) + (5 << 2))}
-    assert [marks.of(generation) for generation in (2, 9, 3)] == [{0: NAN}, {1: NAN}, {}]
-    assert marks.of(5) == {0: INF | NAN, 1: NAN}
+    assert [marks.of([generation]) for generation in (2, 9, 3)] == [{0: NAN}, {1: NAN}, {}]
+    assert marks.of([5]) == {0: INF | NAN, 1: NAN}
     marks.forget()
-    assert marks.of(2) == {}
+    assert marks.of([2]) == {}
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -32,6 +32,11 @@ def test_each_argument_arrives_where_it_belongs() -> None:
     assert (scaler.limits.hysteresis, scaler.limits.max_scale) == (2, 64.0)
 
 
+def test_without_gradients_there_is_a_flag_that_callers_may_reduce() -> None:
+    scaler, found_inf = started(ShardedGradScaler, "cpu"), torch.zeros(())
+    assert scaler._unscale_grads_(sgd([None]), torch.ones(()), found_inf) == {torch.device("cpu"): 0.0}
+
+
 def test_it_is_one_of_both() -> None:
     """Fault 1: what is replaced on the one class reaches the other, and so do subclasses of both."""
 

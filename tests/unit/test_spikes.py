@@ -3,13 +3,15 @@
 import math
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from helpers import PLACES, Place
 from spike_rule import judged, series
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from scaler_triton import dispatch
+from scaler_triton import dispatch, spikes
 from scaler_triton.flag import Flag
 from scaler_triton.kernels import abi
 from scaler_triton.spikes import Guard, Window
@@ -109,6 +111,11 @@ def test_a_guard_gives_windows_the_norms_of_a_checkpoint_in_their_order() -> Non
     assert guard.numbers() == (3.0, 2, [[]])
     del window  # as with a step whose optimizer is freed
     assert guard.numbers() == (3.0, 2, [])
+
+
+def test_fake_tensors_are_not_the_kernels() -> None:
+    with FakeTensorMode(), mock.patch.object(spikes, "choose", return_value="triton"):
+        assert not Window(3.0, 2, torch.device("cpu"), "triton").by_kernel
 
 
 def test_a_window_is_not_made_in_a_capture(monkeypatch: Any) -> None:

@@ -468,6 +468,13 @@ def test_what_a_check_finds_or_others_set_after_the_update_counts(kind: str, fou
     assert scaler.was_skipped(optimizer) is True
 
 
+def test_a_failed_step_leaves_what_a_plain_optimizer_calls_its_own() -> None:
+    scaler, optimizer = begin("", "FAILED", None)
+    optimizer.grad_scale = optimizer.found_inf = 0.5
+    scaler.step(optimizer)
+    assert (values(optimizer), optimizer.grad_scale, optimizer.found_inf) == ([0.0], 0.5, 0.5)
+
+
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 @pytest.mark.parametrize("updates", [False, True])
 def test_of_checks_after_one_update_the_last_counts(kind: str, updates: bool) -> None:

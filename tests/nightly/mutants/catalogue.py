@@ -38,7 +38,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        if self.scaled:\n            self.loss_scaled()\n", "", "parity/compile"),
         ("self.unfinished = self.scaled = False", "self.unfinished = False", "parity/compile"),
         ("            if step.phase is CARRIED:\n                step.keep()", "            if 0:\n                0"),
-        ("        self.flag = None  # the update may have cleared it\n", ""),
+        ("self.carried, self.flag = self.flag, None", "self.carried = self.flag"),
         ("ones = {each: torch.ones(()", "ones = {each: torch.zeros(()"),
         ("kept = {} if step.stale or (for_guard and over) else", "kept = {} if step.stale else", _GUARD),
         ("over = step.raised or not step.clipped or", "over = not step.clipped or", "ranks/guard"),
@@ -129,8 +129,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/report.py": [
         ("generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1", "generation = counters[SKIPPED]"),
-        ("mark >> KIND_BITS == generation:", "True:", "gpu/capture"),
-        ("            kinds = self._kept(generation - 1)\n", "            pass\n", "gpu/capture"),
+        ("mark >> KIND_BITS in generations:", "True:", "gpu/capture"),
+        ("return int(self._carried_from)", "return None", "gpu/capture"),
     ],
     "scaler_triton/policy.py": [
     ],
