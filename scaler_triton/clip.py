@@ -209,7 +209,7 @@ def _take_flag(scaler: GradScaler, part: Part, shared: Tensor, peers: Ranks | No
     """Replace an optimizer's flag on every device by the flag of all that are clipped together."""
     step = part.step
     flag, flags = step.own_flag() if scaler._ours.steps.exposed else step.flag, step["found_inf_per_device"]
-    if flag is not None:
+    if flag is not None and check.has_flag(scaler, flags, peers):
         flag.share(shared)
         step["found_inf_per_device"] = check.flags_on(scaler, flag, flags, part.plan, peers)
     else:

@@ -164,12 +164,15 @@ class Specification(torch.amp.GradScaler):
         self._skips: dict[int, list[Any]] = {}  # the flags of the last step, by the optimizer's id
         self._seen: dict[int, Seen] = {}  # by the count of skips
         self._looks: dict[int, tuple[Any, list[Any]]] = {}  # each optimizer with what it looked like at its check
+        self._shared: dict[
+            int, set[int]
+        ] = {}  # the parameters of all that an optimizer was last clipped with, by its id
         self._kept: list[Tensor] = []  # whatever was looked at: no other parameter may get its id
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state |= {"_counters": dict(self._counters), "_streaks": [], "_kept": []}
-        state |= {name: {} for name in ("_carried", "_skips", "_seen", "_looks")}
+        state |= {name: {} for name in ("_carried", "_skips", "_seen", "_looks", "_shared")}
         if not self._enabled:  # difference 6: it has states; they name optimizers by id, which a copy cannot keep
             state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
         return state
@@ -316,7 +319,7 @@ class Specification(torch.amp.GradScaler):
         """Difference 18: make a carried step an unscaled one, with the flag of its check or of a later look."""
         state = self._per_optimizer_states[id(optimizer)]
         if id(optimizer) in self._carried:  # a report may name what the update before has counted, too
-            self._now().doubtful.update(map(id, parameters_of(optimizer)))
+            self._now().doubtful.update(self._shared.get(id(optimizer), map(id, parameters_of(optimizer))))
         if is_ready(state) and id(optimizer) in self._carried:
             flag = self._carried.pop(id(optimizer)) or any_set(state["found_inf_per_device"])
             found_inf = {self._scale.device: torch.tensor(float(flag))}
@@ -443,6 +446,8 @@ class Specification(torch.amp.GradScaler):
         """Have all of them skip if one overflowed; return whether any did."""
         states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
         overflow = any(any_set(state["found_inf_per_device"]) for state in states)
+        all_of_them = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
+        self._shared.update(dict.fromkeys(map(id, optimizers), all_of_them))
         for state in states if len(states) > 1 else ():
             state["stays"] = bool(state["found_inf_per_device"])  # no look at one of them overrules it
             for flag in state["found_inf_per_device"].values():

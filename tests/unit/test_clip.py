@@ -297,6 +297,15 @@ def test_of_several_optimizers_all_gradients_are_validated_before_one_is_written
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_an_optimizer_without_gradients_is_not_skipped_with_others(norm_type: float) -> None:
+    scaler, optimizers = started(GradScaler, "cpu"), [sgd([None], fused=True), sgd([torch.tensor([math.inf])])]
+    scaler.clip_grad_norm_(optimizers, 1.0, norm_type)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert [scaler.was_skipped(optimizer) for optimizer in optimizers] == [False, True]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_an_overridden_unscale_is_called(norm_type: float) -> None:
     class Notes(GradScaler):
         def unscale_(self, optimizer: Any) -> None:
