@@ -274,8 +274,8 @@ class Steps(dict[Any, Any]):
     def keep_unstepped(self, *, for_guard: bool = False) -> None:
         """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set.
 
-        A guard, whose callers may leave `scale` out, carries only what was clipped, and nothing that raised. It carries
-        what FAILED only if another step is over: else the failure may have ended the batch.
+        A guard, whose callers may leave `scale` out, carries only what was clipped, and only if another step is over:
+        else the whole batch may have been left out. It carries nothing that raised.
         """
         steps = self.all()
         goes_on = any(step.phase is STEPPED for step in steps)
@@ -283,7 +283,7 @@ class Steps(dict[Any, Any]):
             if step.phase is CARRIED:
                 step.keep()
             elif step["stage"] is UNSCALED_STAGE and step.phase in (UNSCALED, FAILED):
-                over = step.raised or not step.clipped or (step.phase is FAILED and not goes_on)
+                over = step.raised or not (step.clipped and goes_on)
                 kept = {} if step.stale or (for_guard and over) else step[_FLAGS]
                 copied = torch.clone if step.phase is UNSCALED else torch.ones_like
                 step.kept = {device: copied(flag) for device, flag in kept.items()}

@@ -14,6 +14,7 @@ from scaler_triton.dispatch import skip_tracing
 from scaler_triton.grad_scaler import GradScaler, Outputs
 from scaler_triton.policy import KEY, WINDOWS
 from scaler_triton.spikes import Guard
+from scaler_triton.step import STEPPED
 
 
 class StepGuard(GradScaler):
@@ -137,6 +138,9 @@ class StepGuard(GradScaler):
             if fields:
                 state_dict[KEY] = {**fields, "min_scale": 1.0, "max_scale": 1.0, "hysteresis": 1}
         super().load_state_dict(state_dict)
+        for step in ours.steps.all():
+            if step.phase is STEPPED:
+                step.reset()  # its update would count in the loaded run
         assert ours.guard is not None
         ours.guard.restore(windows)
 

@@ -69,8 +69,8 @@ def use_step_guard(accelerator: Any, **arguments: Any) -> StepGuard:
         guard = use_step_guard(accelerator, spike_sigma=6.0)
 
     What was prepared before is guarded, too. Clipping, `step_was_skipped`, schedulers and checkpoints work as after
-    `use_scaler_triton`; to load a checkpoint of a run without a guard, call this after `load_state`. Optimizers that
-    are clipped and then stepped in turn share one update. Another call gives it another guard.
+    `use_scaler_triton`; to load a checkpoint of a run without a guard, call this after `load_state`. Another call gives
+    it another guard.
 
     Args:
         accelerator: with `mixed_precision` "bf16" or "no"; changed. A Trainer's is taken from it, before `train()`.

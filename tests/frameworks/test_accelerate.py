@@ -310,6 +310,21 @@ def test_a_guard_takes_one_decision_on_optimizers_that_are_clipped_together(opti
     assert (accelerator.scaler.stats().updates, accelerator.scaler.stats().skipped) == (7, 2)
 
 
+@pytest.mark.parametrize("bad", [INF, 1e6])
+def test_a_guard_remembers_what_clipping_by_value_hides_over_the_step_of_another(bad):
+    accelerator = new_accelerator(mixed_precision="no")
+    guard = use_step_guard(accelerator, spike_sigma=6.0, window=2)
+    (layer, one), (other_layer, other) = prepare(accelerator), prepare(accelerator)
+    for value, skipped in ((1.0, False), (1.1, False), (bad, True)):
+        accelerator.backward(layer(torch.ones(1, 2)).sum() + value * other_layer(torch.ones(1, 2)).sum())
+        accelerator.clip_grad_value_([*layer.parameters(), *other_layer.parameters()], 0.5)
+        for optimizer in (one, other):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (one.step_was_skipped, other.step_was_skipped) == (False, skipped)
+    assert guard.stats().skipped == 2  # in the updates of both
+
+
 def test_a_guard_sees_what_clipping_by_value_hides_clips_again_and_refuses_what_it_cannot_check():
     accelerator = new_accelerator(mixed_precision="no")
     layer, optimizer = prepare(accelerator)

@@ -319,7 +319,7 @@ class Specification(torch.amp.GradScaler):
         """Difference 18: make a carried step an unscaled one, with the flag of its check or of a later look."""
         state = self._per_optimizer_states[id(optimizer)]
         if id(optimizer) in self._carried:  # a report may name what the update before has counted, too
-            self._now().doubtful.update(self._shared.get(id(optimizer), map(id, parameters_of(optimizer))))
+            self._now().doubtful.update(map(id, parameters_of(optimizer)), self._shared.get(id(optimizer), ()))
         if is_ready(state) and id(optimizer) in self._carried:
             flag = self._carried.pop(id(optimizer)) or any_set(state["found_inf_per_device"])
             found_inf = {self._scale.device: torch.tensor(float(flag))}

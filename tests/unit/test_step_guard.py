@@ -143,18 +143,48 @@ def test_what_was_clipped_together_stays_so_over_an_update(place: Place, bad: fl
 
 @PLACES
 @pytest.mark.parametrize("sigma", [None, 3.0])
-def test_what_was_clipped_before_an_update_is_looked_at_again(place: Place, sigma: float | None) -> None:
+def test_what_was_clipped_before_another_ones_update_is_looked_at_again(place: Place, sigma: float | None) -> None:
     """It may be the gradient of a later batch, of which nothing tells a guard; its norm is not judged twice."""
-    guard, optimizer = guard_on(place, spike_sigma=sigma, window=4), sgd([torch.ones(1)], place.device)
+    guard, first, optimizer = (guard_on(place, spike_sigma=sigma, window=4), *(sgd([None], place.device) for _ in "ab"))
     for number, skips in ((2.0, False), (NAN, True)):
+        give(first, 0.0)
         give(optimizer, 2.0)
-        guard.clip_grad_norm_(optimizer, 1.0)
+        guard.clip_grad_norm_([first, optimizer], 1.0)
+        guard.step(first)
         guard.update()
         give(optimizer, number)
         guard.step(optimizer)
         guard.update()
         assert guard.was_skipped(optimizer) is skips
-    assert guard.state_dict()[KEY].get("windows", []) == ([] if sigma is None else [[2.0, 2.0]])
+    windows = guard.state_dict()[KEY].get("windows", [])
+    assert windows == ([] if sigma is None else [[pytest.approx(8**0.5)] * 2, []])
+
+
+@PLACES
+@pytest.mark.parametrize(("number", "later", "skips"), [(NAN, 1.0, False), (1e6, 1.0, False), (1.0, 1e6, True)])
+def test_an_update_ends_a_batch_that_was_clipped_and_left_out(
+    place: Place, number: float, later: float, skips: bool
+) -> None:
+    guard, optimizer = guard_on(place, spike_sigma=3.0, window=2), sgd([None], place.device)
+    for size in (1.0, 1.1, number):
+        give(optimizer, size)
+        guard.clip_grad_norm_(optimizer, 1.0)
+        guard.step(optimizer) if size != number else None
+        guard.update()
+    give(optimizer, later)
+    guard.step(optimizer)
+    assert guard.was_skipped(optimizer) is skips
+
+
+def test_a_step_before_a_checkpoint_is_loaded_counts_no_more() -> None:
+    guard, optimizer = StepGuard("cpu", max_consecutive_skips=0), sgd([None])
+    state = guard.state_dict()
+    for number in (NAN, *[1.0] * 6):  # without updates
+        give(optimizer, number)
+        guard.step(optimizer)
+        if number != 1.0:
+            guard.load_state_dict(state)
+    assert (guard.stats().updates, guard.stats().skipped) == (5, 0)
 
 
 @PLACES
