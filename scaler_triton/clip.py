@@ -112,7 +112,7 @@ def _clip_scaled(
         raise
     finally:
         for part in parts:
-            part.step.clipped = True
+            part.step.clipped = [each.step for each in parts]
     scaler._ours.steps.unfinished = True
     return norm, refused
 
@@ -231,7 +231,7 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) 
         gradients.reduce_(each for each in parameters_of(*optimizers) if chosen is None or id(each) in chosen)
     with suppress(Exception):
         for step in steps:
-            step.clipped = True
+            step.clipped = steps
             check.step_failed(scaler, step)
     with suppress(Exception):
         device = scaler._scale.device

@@ -37,6 +37,10 @@ BINADES, LOWEST_BINADE = 64, -31
 PACKED = 3 + BINADES
 
 
+class PeerFailedError(RuntimeError):
+    """Another rank failed to check its gradients."""
+
+
 class FlagRows:
     """The status of a scaler's optimizers on one device, a row each, so that an update reads all in one launch."""
 
@@ -181,7 +185,7 @@ class Flag:
     def _raise_if_apart(self, values: Any) -> None:
         """Raise if the agreed status shows a failed rank or different scales."""
         if values[FAILED]:
-            raise RuntimeError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
+            raise PeerFailedError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
         scale, other = values[abi.SCALE], values[abi.EXCESS]
         if self.summed_over:
             apart = _compare_sums(self.summed_over, scale, other)

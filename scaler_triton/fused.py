@@ -53,7 +53,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     inner = step.owner()
     if isinstance(inner, SGD) and _skip_would_corrupt(inner) and found_inf.item():
         remove_scale(optimizer, inner)
-        step.stepped(True)
+        step.stepped(True if flag is None else flag)
         return None
     home = scaler._ours.home
     step.reader = stream_of(scale, scaler._ours.steps.requested)() if home is None else home.stream()

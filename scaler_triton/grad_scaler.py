@@ -29,7 +29,7 @@ from torch.cuda.amp import common
 from scaler_triton import clip, fused, passes, policy, ranks, report, update
 from scaler_triton.check import OUR_METHODS, Ours, check, peers_of, require_scale, resume
 from scaler_triton.dispatch import check_backend, is_capturing, refuse_capture, skip_tracing, stacklevel
-from scaler_triton.flag import Flag, Flags, any_flag
+from scaler_triton.flag import Flag, Flags, PeerFailedError, any_flag
 from scaler_triton.headroom import Headroom, HeadroomRule, read_headroom
 from scaler_triton.kernels.abi import MAX_SCALE, STATUS
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
@@ -269,7 +269,9 @@ class GradScaler(torch.amp.GradScaler):
         if scale.is_cuda and not is_fused and is_capturing():
             raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
         step = steps.open(optimizer)
+        was_checked = False
         if step.phase is not READY:
+            was_checked = step.phase is UNSCALED
             if step.phase is CARRIED:
                 resume(self, step, optimizer)
             if step.phase is STEPPED:
@@ -297,8 +299,10 @@ class GradScaler(torch.amp.GradScaler):
                 if step.outcome is None:  # a subclass's `_maybe_opt_step` does not call ours
                     step.outcome = any_flag(step["found_inf_per_device"].values(), scale.device)
                 step.stepped(step.outcome)
-        except BaseException:
+        except BaseException as error:
             step.raised = steps.unfinished = True
+            if was_checked and isinstance(error, PeerFailedError):
+                step.peer_failed()
             raise
         return result
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ class OptimizerStep(dict[str, Any]):
     | phase    | unscale_, clip | step                 | scale | update  | error in a check | in optimizer.step |
     |----------|----------------|----------------------|-------|---------|------------------|-------------------|
     | READY    | UNSCALED       | checks, STEPPED      |       | READY   | READY (1)        | UNSCALED (2)      |
-    | UNSCALED | raises (3)     | by its flag, STEPPED | (4)   | (5)     |                  | UNSCALED          |
+    | UNSCALED | raises (3)     | STEPPED by flag (7)  | (4)   | (5)     |                  | UNSCALED          |
     | CARRIED  | UNSCALED       | by its flag, STEPPED | READY | CARRIED | CARRIED (1)      | UNSCALED          |
     | FAILED   | raises (3, 6)  | skips, STEPPED       | (4)   | (5)     |                  |                   |
     | STEPPED  | raises         | raises               |       | READY   |                  |                   |
@@ -69,6 +69,7 @@ class OptimizerStep(dict[str, Any]):
     (4) READY if `step` has raised: the loss belongs to another batch.
     (5) CARRIED; READY if a loss was scaled since the check, as the gradients may be its own.
     (6) UNSCALED if a loss was scaled since the failure, as a loop does that has dropped the batch.
+    (7) FAILED if the flag tells that another rank's check has, with all that were clipped together, as on that rank.
 
     Other code may write "stage": the phase then follows it, in `Steps.open`.
     """
@@ -99,7 +100,7 @@ class OptimizerStep(dict[str, Any]):
         self.captured = False  # whether the check was recorded into a graph
         self.raised = False  # whether the last call of `step` raised, and nothing was checked since
         self.running = False  # whether `step` was called since the last update
-        self.clipped = False  # whether the gradients were clipped since the last update, or a clip FAILED
+        self.clipped: Sequence[OptimizerStep] = ()  # all that were clipped together since the last update, or FAILED so
         self.stale = False  # whether a loss was scaled after the check of an UNSCALED or FAILED step
 
     def __reduce__(self) -> Any:
@@ -111,7 +112,7 @@ class OptimizerStep(dict[str, Any]):
 
     def require_unscalable(self, hint: str = "", *, again: bool = False) -> None:
         """Raise torch's errors for a wrong order of calls; with `again`, UNSCALED and FAILED gradients are accepted."""
-        if self.phase is FAILED and self.stale and not again:
+        if self.phase is FAILED and self.stale:
             self.reset()
         if self.phase is STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
@@ -128,7 +129,7 @@ class OptimizerStep(dict[str, Any]):
             self.phase = UNSCALED
             self["stage"] = UNSCALED_STAGE
             is_read_later = not (by_step or self.captured)
-            if is_read_later and not getattr(self.owner(), "_step_supports_amp_scaling", False):
+            if is_read_later and not is_fused(self.owner()):
                 flag.start_copy()
 
     def keep(self) -> None:
@@ -162,6 +163,12 @@ class OptimizerStep(dict[str, Any]):
         ones = {each: torch.ones((), dtype=torch.float32, device=each) for each in dict.fromkeys(devices or [home])}
         self[_FLAGS] = ones
 
+    def peer_failed(self) -> None:
+        """Enter the phase in which a rank is whose check FAILED before `step`, with all that were clipped together."""
+        for step in self.clipped or (self,):
+            if step.phase is UNSCALED:
+                step.failed(None)
+
     def stepped(self, outcome: bool | Flag | Tensor) -> None:
         """Leave `step`."""
         self.outcome = outcome
@@ -177,7 +184,7 @@ class OptimizerStep(dict[str, Any]):
         self["stage"] = READY_STAGE
         self[_FLAGS] = {}
         self.earlier, self.kept = [], {}
-        self.reader, self.raised, self.stale, self.clipped, self.running = None, False, False, False, False
+        self.reader, self.raised, self.stale, self.clipped, self.running = None, False, False, (), False
 
     def adopt(self) -> None:
         """Follow a stage that other code has written."""
@@ -275,14 +282,16 @@ class Steps(dict[Any, Any]):
         """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set.
 
         A guard, whose callers may leave `scale` out, carries only what was clipped, and only if another step is over:
-        else the whole batch may have been left out. It carries nothing that raised.
+        else the whole batch may have been left out. It carries nothing that raised, and what FAILED only with a fused
+        one: other ranks, whose clip has not, then carry it, too, but a plain one's step has raised there.
         """
         steps = self.all()
-        goes_on = any(step.phase is STEPPED for step in steps)
         for step in steps:
             if step.phase is CARRIED:
                 step.keep()
             elif step["stage"] is UNSCALED_STAGE and step.phase in (UNSCALED, FAILED):
+                failed, among = step.phase is FAILED, step.clipped if step.phase is FAILED else steps
+                goes_on = any(each.phase is STEPPED and (not failed or is_fused(each.owner())) for each in among)
                 over = step.raised or not (step.clipped and goes_on)
                 kept = {} if step.stale or (for_guard and over) else step[_FLAGS]
                 copied = torch.clone if step.phase is UNSCALED else torch.ones_like
@@ -395,6 +404,11 @@ def _forget(registry: weakref.ref[Steps], key: int, handle: Any) -> None:
 def _has_no_owner(state: Any) -> bool:
     """Return whether a state was put into the registry by other code, or made for its lookup."""
     return state is not None and getattr(state, "owner", _nobody) is _nobody
+
+
+def is_fused(optimizer: Any) -> bool:
+    """Return whether an optimizer reads its flag on the device, and skips by itself."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def unwrap(optimizer: Any) -> Any:

@@ -16,7 +16,8 @@ def unscale_once(scaler: Any, optimizer: Any) -> None:
         try:
             scaler.unscale_(optimizer)
         finally:  # a guard keeps it over the update of another optimizer, as frameworks clip or step after it
-            scaler._ours.steps.open(optimizer).clipped = True
+            step = scaler._ours.steps.open(optimizer)
+            step.clipped = step.clipped or [step]
 
 
 def is_unscaled(scaler: Any, optimizer: Any) -> bool:

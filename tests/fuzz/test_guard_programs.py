@@ -105,6 +105,8 @@ class GuardSpecification(Specification):
 
     def _unstepped(self) -> dict[int, bool]:
         unstepped, states = super()._unstepped(), self._per_optimizer_states
+        if all(state["stage"] is not OptState.STEPPED for state in states.values()):
+            return {}  # the batch was left out
         return {k: flag for k, flag in unstepped.items() if states[k].get("clipped") and not states[k].get("began")}
 
     def _begin_anew(self, optimizers: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ from ranks.cases import KINDS, NAMES, STEPS, UNSCALE, Fault, Report, assert_agre
 pytestmark = pytest.mark.distributed
 
 BAD_STEP = 1
-TOLD = "RuntimeError: Another rank failed to check its gradients"
+TOLD = "PeerFailedError: Another rank failed to check its gradients"
 
 
 # A check that fails.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ranks import cases
 from ranks.cases import INIT_SCALE, LEARNING_RATE, Fault, collectives_of, new_optimizer, new_scaler
+from scaler_triton import StepGuard
 
 pytestmark = pytest.mark.distributed
 
@@ -99,25 +100,63 @@ def test_23_a_rank_whose_step_failed_joins_the_reduction_of_the_next_batch(two, 
     assert second == ([1.0] * 6 if gradless == 1 else stepped(INIT_SCALE), 1, INIT_SCALE)
 
 
-def check_that_failed(rank: int, how: str, name: str) -> list[float]:
+def check_that_failed(rank: int, how: str, kind: str) -> list[float]:
     """Rank 1 cannot check a batch, and no rank updates after it: all go on with the next batch."""
-    scaler, param = new_scaler("sharded"), cases.plain_param(4)
-    optimizer = new_optimizer(name, [param])
+    scaler: Any = StepGuard("cpu") if kind == "guard" else new_scaler(kind)
+    params = [cases.plain_param(4) for _ in range(2)]
+    optimizers = [new_optimizer("sgd", [param]) for param in params]
+    calls: dict[str, Any] = {
+        "unscale_": lambda: scaler.unscale_(optimizers[0]),
+        "clip": lambda: scaler.clip_grad_norm_(optimizers[0], 100.0),
+        "parameters": lambda: scaler.clip_grad_norm_(optimizers[0], 100.0, parameters=params[:1]),
+        "together": lambda: scaler.clip_grad_norm_(optimizers, 100.0),
+        "only here": lambda: batch == 1 and scaler.unscale_(optimizers[0]),
+    }
     for batch in range(3):
-        _begin(scaler, param)
+        _begin(scaler, *params)
         if (rank, batch) == (1, 1):
-            param.grad = torch.ones(1).expand(4)
+            params[0].grad = torch.ones(1).expand(4)
         with suppress(RuntimeError):
-            scaler.unscale_(optimizer) if how == "unscale_" else scaler.clip_grad_norm_(optimizer, 100.0)
-            scaler.step(optimizer)
+            calls[how]()
+            for optimizer in optimizers if how == "together" else optimizers[:1]:
+                scaler.step(optimizer)
             scaler.update()
-    return cases.numbers(param)
+    return [each for param in params for each in cases.numbers(param)]
 
 
-@pytest.mark.parametrize("how", ["unscale_", "clip"])
-def test_a_rank_whose_check_failed_joins_those_of_the_next_batch(two, how):
-    first, second = two.run(check_that_failed, how, "sgd")
-    assert first == second == [1.0 - 2 * LEARNING_RATE * GRADIENT / INIT_SCALE] * 4
+@pytest.mark.parametrize("how", ["unscale_", "clip", "parameters", "together", "only here"])
+@pytest.mark.parametrize("kind", ["sharded", "guard"])
+def test_a_rank_whose_check_failed_joins_those_of_the_next_batch(two, how, kind):
+    """Where that makes none before the step, all ranks skip it, too."""
+    first, second = two.run(check_that_failed, how, kind)
+    assert first == second
+    scale, waits = (
+        (1.0 if kind == "guard" else INIT_SCALE),
+        how == "only here" or (kind, how) == ("guard", "parameters"),
+    )
+    assert first[0] == 1.0 - (1 if waits else 2) * LEARNING_RATE * GRADIENT / scale
 
 
-# A new batch in the tensors of the last one.
+def guarded_in_turn(rank: int, ends: str) -> list[float]:
+    """Rank 1 cannot clip a batch; the other optimizer steps, and the loop updates in every batch."""
+    guard, params = StepGuard("cpu"), [cases.plain_param(4) for _ in range(2)]
+    one, other = (new_optimizer("sgd", [param]) for param in params)
+    for batch in range(2):
+        _begin(guard, *params)
+        if (rank, batch) == (1, 0):
+            params[0].grad = torch.ones(1).expand(4)
+        with suppress(RuntimeError):
+            if batch == 0:
+                norm = guard.clip_grad_norm_([one, other] if ends == "together" else one, 100.0)
+            if batch or ends != "no step" or norm.isfinite():
+                guard.step(one)
+        if ends == "other" or batch:
+            guard.step(other)
+        guard.update()
+    return [each for param in params for each in cases.numbers(param)]
+
+
+@pytest.mark.parametrize("ends", ["no step", "other", "together"])
+def test_ranks_of_a_guard_stay_equal_after_a_clip_that_failed(two, ends):
+    first, second = two.run(guarded_in_turn, ends)
+    assert first == second

@@ -31,7 +31,7 @@ _BITS = "unit/kernels/spike"  # of the kernel and of torch's ops
 _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/step.py": [
         ("            self.raised = self.stale = False\n", "            self.stale = False\n"),
-        ("if self.phase is FAILED and self.stale and not again:", "if False:"),
+        ("if self.phase is FAILED and self.stale:", "if False:"),
         ("        if not self.running:  # the", "        if False:  # the"),
         ("                step.stale = True\n", "                pass\n"),
         ("self.raised, self.stale, self.outcome = False, False, None", "self.outcome = None"),
@@ -112,7 +112,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/clip.py": [
         ("len(parts) > 1 and check.has_flag(scaler, part.flags, peers):", "len(parts) > 1:"),
         ("totals[OVERFLOWS] = 1.0  # nothing is clipped then", "pass"),
-        ("            part.step.clipped = True\n", "            pass\n", _GUARD),
+        ("part.step.clipped = [each.step for each in parts]", "pass", _GUARD),
     ],
     "scaler_triton/step_guard.py": [
         ("self._begin_anew(optimizer, by_check=False)", "pass"),
