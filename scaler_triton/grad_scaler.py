@@ -254,7 +254,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises: torch's RuntimeError for a wrong order of calls and for a closure, AssertionError before the first
             `scale` or if there was no gradient to check; RuntimeError if another rank failed to check its gradients;
             whatever `optimizer.step` raises. The call may be repeated then: it steps, or skips if a fused optimizer
-            was dividing when it raised. After another `scale` it belongs to the new loss.
+            was dividing when it raised, or another rank had failed. After another `scale` it belongs to the new loss.
         """
         if not self._enabled:
             result: float | None = optimizer.step(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Random programs of Lightning's Trainer with our plugin, beside a loop by hand with torch's scaler."""
+"""Random programs of Lightning's Trainer with our plugin, beside a loop by hand with the specification's scaler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins import MixedPrecision
 
 from scaler_triton import GradScaler
 from scaler_triton.integrations.lightning import mixed_precision
@@ -55,27 +54,11 @@ class Program:
     again: bool  # two together: whether the second is clipped once more, between the steps
 
     @property
-    def fused(self) -> bool:
-        return self.optimizer.endswith("fused")
-
-    @property
     def parts(self) -> list[list[tuple[Tensor, str]]]:
         """The batches until the run is saved, and from then on."""
         draws = [torch.Generator().manual_seed(step) for step in range(len(self.batches))]
         data = list(zip([torch.randn(4, 5, generator=draw) for draw in draws], self.batches, strict=True))
         return [part for part in (data[: self.cut], data[self.cut :]) if part]
-
-    @property
-    def is_lightnings(self) -> bool:
-        """Whether Lightning's own plugin with torch's scaler does the same to the bit.
-
-        By hand it clips gradients that are still scaled. torch sums a norm in fp32, we in fp64. And where the first
-        training step returns None, torch's clipping by value fails for want of any gradient.
-        """
-        if self.clip is None:
-            return True
-        differs = self.clip == ("norm", BITES) or (self.clip[0] == "value" and "none" in self.batches)
-        return self.order == "automatic" and not self.fused and not differs
 
 
 @st.composite
@@ -137,9 +120,8 @@ class Trace:
         gradient = net.layers[0].weight.grad
         self.unscaled.append("" if gradient is None else str(gradient.tolist()))
 
-    def assert_same(self, other: Trace, *, hooks: bool) -> None:
-        assert (self.losses, self.batches) == (other.losses, other.batches)
-        assert not hooks or self.unscaled == other.unscaled
+    def assert_same(self, other: Trace) -> None:
+        assert (self.losses, self.batches, self.unscaled) == (other.losses, other.batches, other.unscaled)
 
 
 class Loop:
@@ -182,13 +164,13 @@ class Loop:
 class ByHand(Loop):
     """The model: the specification's scaler, no framework, no checkpoint in between.
 
-    The norms that our scaler returned must be right; their last bits are taken from it. None: torch's clip by theirs.
+    The norms that our scaler returned must be right; their last bits are taken from it.
     """
 
-    def __init__(self, program: Program, returned: list[float] | None) -> None:
+    def __init__(self, program: Program, returned: list[float]) -> None:
         net = Net()
         super().__init__(program, net, Trace(), *net.new_optimizers(program))
-        self.returned = None if returned is None else iter(returned)
+        self.returned = iter(returned)
         self.scaler = Specification(device="cpu", init_scale=program.init_scale, growth_interval=2)
         for data in program.parts:
             for index, (batch, kind) in enumerate(data, 1):
@@ -224,8 +206,6 @@ class ByHand(Loop):
         parameters = optimizer.param_groups[0]["params"]
         if algorithm == "value":
             nn.utils.clip_grad_value_(parameters, bound)
-        elif self.returned is None:
-            nn.utils.clip_grad_norm_(parameters, bound)
         else:
             norm = agreed(together(parameters).norm(), [torch.tensor(next(self.returned))], True)
             if norm.isfinite():
@@ -250,19 +230,15 @@ class KeepingNorms(GradScaler):
         return norm
 
 
-def train(program: Program, savers: tuple[str, ...]) -> Trace:
-    """Train by the Trainer: its parts by our plugin, or by "lightning"'s own with torch's scaler."""
+def train(program: Program) -> Trace:
+    """Train its parts by the Trainer with our plugin, each from the checkpoint of the one before."""
     trace, (algorithm, bound) = Trace(), program.clip or (None, None)
     clipping = {"gradient_clip_val": bound, "gradient_clip_algorithm": algorithm}
     options = clipping | {"accumulate_grad_batches": program.accumulated} if program.order == "automatic" else {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.ckpt"
-        for number, (part, saver) in enumerate(zip(program.parts, savers, strict=False)):
-            if saver == "ours":
-                plugin = mixed_precision(pl.Trainer, KeepingNorms(program, trace.norms), device="cpu")
-            else:
-                scaler = torch.amp.GradScaler("cpu", init_scale=program.init_scale, growth_interval=2)
-                plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        for number, part in enumerate(program.parts):
+            plugin = mixed_precision(pl.Trainer, KeepingNorms(program, trace.norms), device="cpu")
             place = {"accelerator": "cpu", "devices": 1, "max_epochs": number + 1, "plugins": plugin}
             trainer = pl.Trainer(**place, **options, **QUIET)
             trainer.fit(Module(program, part, trace), ckpt_path=path if number else None)
@@ -321,22 +297,11 @@ class ManualLoop(Loop):
         torch.clear_autocast_cache()  # Lightning 2.5 keeps the weights that were cast before this step
 
 
-def by_trainer(program: Program, savers: tuple[str, str]) -> None:
-    event(program.order)
-    mine = train(program, savers if program.is_lightnings else ("ours", "ours"))
-    model = ByHand(program, mine.norms if savers == ("ours", "ours") or not program.is_lightnings else None)
-    # Lightning's own leaves a fused optimizer's gradients scaled for hooks.
-    mine.assert_same(model.trace, hooks=savers == ("ours", "ours") or not program.fused)
-    if program.is_lightnings:
-        mine.assert_same(train(program, ("lightning", "lightning")), hooks=not program.fused)
-    elif program.fused and program.clip is not None and program.order == "automatic":
-        with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-            train(program, ("lightning", "lightning"))
-
-
-SAVERS = [("ours", "ours"), ("ours", "ours"), ("ours", "lightning"), ("lightning", "ours")]
-
-
 @pytest.mark.parametrize("chunk", chunks(in_ci=70, share=0.1), ids=str)
 def test_programs_of_a_trainer(chunk: Chunk) -> None:
-    chunk.run(by_trainer, programs(), st.sampled_from(SAVERS))
+    def as_by_hand(program: Program) -> None:
+        event(program.order)
+        mine = train(program)
+        mine.assert_same(ByHand(program, mine.norms).trace)
+
+    chunk.run(as_by_hand, programs())

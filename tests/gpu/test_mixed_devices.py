@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import parameters
 
 from scaler_triton import GradScaler
 
@@ -88,3 +89,24 @@ def test_programs_over_all_devices(seed: int) -> None:
         # The clip coefficient is rounded where the norm is, and bf16 parameters have few digits.
         assert here[3] == pytest.approx(there[3], rel=1e-5, nan_ok=True), step
         assert here[4] == pytest.approx(there[4], rel=1e-2, nan_ok=True), step
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("start", "end"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_parameters_move_to_another_device(start: str, end: str, when: str) -> None:
+    """In mid-training, beside `unscale_`: every step is taken once, with the right gradients."""
+    params = parameters([torch.zeros(3), torch.zeros(2, 4)], start)
+    optimizer, scaler = torch.optim.SGD(params, lr=1.0, foreach=False), GradScaler("cuda", init_scale=4.0)
+    for step in range(3):
+        factor = scaler.scale(torch.ones((), device="cuda")).item()
+        for param in params:
+            param.grad = torch.full_like(param, 2.0 * factor)
+        for moment in ("before", "after") if step == 1 else ():
+            if moment == when:
+                torch.nn.ParameterList(params).to(end)
+            if moment == "before":
+                scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert {param.detach().unique().item() for param in params} == {-2.0 * (step + 1)}
+    assert {param.device.type for param in params} == {end}

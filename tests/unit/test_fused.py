@@ -223,19 +223,12 @@ def test_what_was_found_before_outlives_a_step_that_cannot_ask(cls: Any) -> None
     assert scaler.get_scale() == SCALE / 2
 
 
-class Holding:
-    """A step that holds its optimizer, to which there are no weak references."""
-
-    __slots__ = ("step",)
-
-    def __init__(self, step: Any) -> None:
-        self.step = step
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.step(*args, **kwargs)
+def slotted(step: Any) -> Any:
+    """Return a callable to which there are no weak references."""
+    return type("Slotted", (), {"__slots__": (), "__call__": lambda self: step()})()
 
 
-@pytest.mark.parametrize("hold", [Holding, lambda step: lambda *args, **kwargs: step(*args, **kwargs)])
+@pytest.mark.parametrize("hold", [lambda step: lambda: step(), slotted])
 def test_a_step_that_holds_its_optimizer_does_not_keep_it(hold: Any) -> None:
     scaler, optimizer = a_scaler(), sgd([torch.tensor([8.0])], fused=True)
     optimizer.step = hold(optimizer.step)
