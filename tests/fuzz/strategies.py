@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from specification import FP32_MAX, LARGEST_INT, SMALLEST
-from worlds import OPTIMIZERS, SHAPES, VARIANTS, ClipSpec, GradientSpec, OptimizerSpec, ParameterSpec
+from worlds import DTYPES, OPTIMIZERS, SHAPES, VARIANTS, ClipSpec, GradientSpec, OptimizerSpec, ParameterSpec
 
 INF, NAN = float("inf"), float("nan")
 
@@ -26,6 +26,7 @@ intervals = st.integers(1, 4)
 trackers = st.integers(0, 6)
 indices = st.integers(0, 2)
 dtypes = st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16])
+all_dtypes = st.sampled_from(DTYPES)
 rarely = st.integers(0, 15).map(lambda number: number == 15)
 turns = st.tuples(st.booleans(), st.booleans(), st.booleans(), rarely)
 
