@@ -184,7 +184,8 @@ def agree_on_norm(scaler: GradScaler, parts: Sequence[Part], totals: Tensor, pee
     first, window = parts[0], parts[0].step.window  # of a guard that looks for spikes
     if window is not None and (peers is not None or any(part.flags for part in parts)):
         again = bool(first.step["found_inf_per_device"]) and first.step.flag is not None  # None: it FAILED before
-        window.judge(totals, first.flag, scaler._ours.counters, first=not again)
+        judged = first if peers is not None else next(part for part in parts if part.flags)
+        window.judge(totals, judged.flag, scaler._ours.counters, first=not again)
 
 
 def open_window(scaler: GradScaler, step: OptimizerStep) -> None:

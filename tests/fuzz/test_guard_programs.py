@@ -78,21 +78,11 @@ class GuardSpecification(Specification):
         self._judge(optimizers)
         return found
 
-    def _skip_together(self, optimizers: Sequence[Any]) -> bool:
-        overflow = super()._skip_together(optimizers)
-        for optimizer in optimizers:
-            self._per_optimizer_states[id(optimizer)]["bad"] = overflow
-        return overflow
-
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin_anew([optimizer])
-        state = self._per_optimizer_states[id(optimizer)]
-        if is_ready(state) and id(optimizer) not in self._carried:
+        if is_ready(self._per_optimizer_states[id(optimizer)]) and id(optimizer) not in self._carried:
             self.unscale_(optimizer)
-        result = super().step(optimizer, *args, **kwargs)
-        if not state["found_inf_per_device"]:  # a fused one without gradients skips with those it was clipped with
-            self._skips[id(optimizer)] = [state.get("bad", False)]
-        return result
+        return super().step(optimizer, *args, **kwargs)
 
     def _resume(self, optimizer: Any) -> None:
         was_clipped = id(optimizer) in self._carried
