@@ -253,12 +253,20 @@ class Specification(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: Any) -> None:
         optimizer = unwrapped(optimizer)
+        self._drop_failed(optimizer)
         super().unscale_(optimizer)
         if self._enabled:
             state = self._per_optimizer_states[id(optimizer)]
             for word in ("began", "failed", "stays", "stale"):
                 state.pop(word, None)
             self._carried.pop(id(optimizer), None)
+
+    def _drop_failed(self, optimizer: Any) -> None:
+        """Begin a step anew that has failed, if a loss was scaled since."""
+        state = self._per_optimizer_states[id(optimizer)] if self._enabled else {}
+        if state.get("failed") and state.get("stale") and state["stage"] is OptState.UNSCALED:
+            state.clear()
+            state.update(_refresh_per_optimizer_state())
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Any, allow_fp16: bool = True) -> Any:
         before = self._look(optimizer)
@@ -410,6 +418,7 @@ class Specification(torch.amp.GradScaler):
     def _check_order(self, optimizers: Sequence[Any], again: bool) -> None:
         for optimizer in optimizers:
             self._check_scale_growth_tracker("clip_grad_norm_")
+            self._drop_failed(optimizer)
             stage = self._per_optimizer_states[id(optimizer)]["stage"]
             if stage is OptState.STEPPED:
                 raise RuntimeError("unscale_() is being called after step().")

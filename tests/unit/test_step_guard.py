@@ -162,7 +162,7 @@ def test_what_was_clipped_before_another_ones_update_is_looked_at_again(place: P
 
 @PLACES
 @pytest.mark.parametrize(("number", "later", "skips"), [(NAN, 1.0, False), (1e6, 1.0, False), (1.0, 1e6, True)])
-def test_an_update_ends_a_batch_that_was_clipped_and_left_out(
+def test_an_update_ends_a_clipped_batch_that_is_left_out(
     place: Place, number: float, later: float, skips: bool
 ) -> None:
     guard, optimizer = guard_on(place, spike_sigma=3.0, window=2), sgd([None], place.device)
@@ -174,6 +174,17 @@ def test_an_update_ends_a_batch_that_was_clipped_and_left_out(
     give(optimizer, later)
     guard.step(optimizer)
     assert guard.was_skipped(optimizer) is skips
+
+
+def test_a_step_that_raised_is_not_carried_over_anothers_update() -> None:
+    guard, (failing, other) = StepGuard("cpu"), (sgd([torch.ones(1)]) for _ in "ab")
+    guard.clip_grad_norm_([failing, other], 1.0)
+    failing.step = lambda: {}["out of order"]
+    with pytest.raises(KeyError):
+        guard.step(failing)
+    guard.step(other)
+    guard.update()
+    assert guard._ours.steps.open(failing).phase.name == "READY"
 
 
 def test_a_step_before_a_checkpoint_is_loaded_counts_no_more() -> None:

@@ -41,7 +41,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("self.carried, self.flag = self.flag, None", "self.carried = self.flag"),
         ("ones = {each: torch.ones(()", "ones = {each: torch.zeros(()"),
         ("kept = {} if step.stale or (for_guard and over) else", "kept = {} if step.stale else", _GUARD),
-        ("over = step.raised or not (step", "over = not (step", "ranks/guard"),
+        ("over = step.raised or not (step", "over = not (step", _GUARD),
         ("            step._enter(CARRIED)\n", "            step._enter(UNSCALED)\n"),
         ("            or not all(map(is_, parameters, plan.parameters))\n", "", "unit/plan"),
         (" and owner is unwrap(optimizer):", ":"),
