@@ -162,9 +162,7 @@ def test_what_was_clipped_before_another_ones_update_is_looked_at_again(place: P
 
 @PLACES
 @pytest.mark.parametrize(("number", "later", "skips"), [(NAN, 1.0, False), (1e6, 1.0, False), (1.0, 1e6, True)])
-def test_an_update_ends_a_clipped_batch_that_is_left_out(
-    place: Place, number: float, later: float, skips: bool
-) -> None:
+def test_an_update_ends_a_batch_that_is_left_out(place: Place, number: float, later: float, skips: bool) -> None:
     guard, optimizer = guard_on(place, spike_sigma=3.0, window=2), sgd([None], place.device)
     for size in (1.0, 1.1, number):
         give(optimizer, size)
