@@ -123,7 +123,7 @@ class Marks:
 
     def forget(self) -> None:
         """Clear all marks."""
-        self._on_host, self._resumed_at = {}, -1
+        self._on_host, self._resumed = {}, {}
         for layout in self.plan.layouts:
             for each in layout.tables.values():
                 each.bits.zero_()

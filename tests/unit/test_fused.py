@@ -223,8 +223,7 @@ def test_what_was_found_before_outlives_a_step_that_cannot_ask(cls: Any) -> None
     assert scaler.get_scale() == SCALE / 2
 
 
-def slotted(step: Any) -> Any:
-    """Return a callable to which there are no weak references."""
+def slotted(step: Any) -> Any:  # without weak references to it
     return type("Slotted", (), {"__slots__": (), "__call__": lambda self: step()})()
 
 

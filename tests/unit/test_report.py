@@ -173,6 +173,8 @@ def test_a_carried_step_is_named_for_the_skip_that_it_caused_and_no_later_one(pl
     assert [each.name for each in scaler.overflow_report().bad] == ["optimizer 0, parameter 0"]
     scaler.step(other)
     assert [each.name for each in scaler.overflow_report().bad] == ["optimizer 1, parameter 0"]
+    scaler._ours.steps.open(carried).plan.marks.forget()
+    assert scaler._ours.steps.open(carried).plan.marks.cause(-1) is None  # with no skip counted
 
 
 def test_the_host_keeps_a_few_generations() -> None:
