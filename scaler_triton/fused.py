@@ -46,7 +46,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
             check(scaler, step, optimizer, divide=scaler._ours.guard is not None, by_step=True)
     divides = step.phase is not UNSCALED  # by its own kernels
     scale: Any = scaler._get_scale_async()
-    exposed = scaler._ours.steps.exposed and not step.fresh
+    exposed, step.fresh = scaler._ours.steps.exposed and not step.fresh, False
     flag, flags = step.own_flag() if exposed else step.flag, step["found_inf_per_device"]
     # Other code may have summed it over ranks.
     found_inf = any_flag(flags.values(), scale.device) if flag is None or exposed else flag.found_inf

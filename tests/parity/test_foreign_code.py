@@ -214,11 +214,11 @@ def a_step_that_was_taken_elsewhere(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@row("by hand", "on the object")
+@row("by hand", "on the object", "fused, by hand")
 def steps_whose_flags_are_of_ones_own(run: Run, variant: str) -> None:
     """Every second one, by torch's private methods; or all of them, by a method that an object got."""
     parameters = run.parameters()
-    optimizer, scaler = sgd(parameters), run.scaler()
+    optimizer, scaler = torch.optim.SGD(parameters, lr=0.125, fused=variant == "fused, by hand"), run.scaler()
     if variant == "on the object":
 
         def decide(optimizer: Any, state: Any, *args: Any) -> Any:
@@ -227,8 +227,8 @@ def steps_whose_flags_are_of_ones_own(run: Run, variant: str) -> None:
 
         scaler._maybe_opt_step = decide
     for number, bad in enumerate(BAD_STEPS):
-        scaler.scale(loss(parameters, bad and variant == "by hand")).backward()
-        if number % 2 and variant == "by hand":
+        scaler.scale(loss(parameters, bad and variant != "on the object")).backward()
+        if number % 2 and variant != "on the object":
             state, inverse = scaler._per_optimizer_states[id(optimizer)], scaler._scale.double().reciprocal().float()
             state["found_inf_per_device"] = scaler._unscale_grads_(optimizer, inverse, run.full(0.0, ()), False)
             scaler._maybe_opt_step(optimizer, state)
