@@ -1,6 +1,6 @@
 """What does a step's scaler cost the host: scale + step (less the optimizer's own) + update?
 
-Alone, where the scaler's code is all that runs; in training loops, where forward, backward and the optimizer run in
+Alone, where one scaler's steps are all that runs; in training loops, where forward, backward and the optimizer run in
 between and leave none of it in the caches; 500 parameters under FSDP2; and on a GPU machine gradients that are kept on
 the CPU. Beside it, how many Python functions a step calls, a number without noise.
 """
@@ -24,6 +24,7 @@ from perf.subjects import Gradients, require_equal, scalers, sharded, still
 
 NUMEL = 64  # so small that elements cost next to nothing
 COUNTS = (1, 10, 50, 500, 2000)
+BLOCK = 20  # steps in a row, alone
 KINDS = {"plain": False, "fused": True}
 SCALE = 4.0  # nothing overflows at it: a skipped step would be a short one
 ALL = "scale + step + update"
@@ -44,7 +45,7 @@ def measure(context: Context) -> Iterator[Row]:
 
 
 def alone(context: Context, kind: str, part: str = "alone", backend: Any = None, counts: Any = COUNTS) -> Iterator[Row]:
-    """Time steps of an optimizer that does nothing, with new gradients in each step."""
+    """Time steps of an optimizer that does nothing, with new gradients in each step, many in a row with one scaler."""
     for count in counts[:2] if context.quick else counts:
         case = f"{count} x {NUMEL}, {kind}"
         gradients, fused = Gradients([NUMEL] * count, device=context.device), KINDS[kind]
@@ -53,7 +54,8 @@ def alone(context: Context, kind: str, part: str = "alone", backend: Any = None,
             require_equal(case, gradients.parameters, context.device, fused)
         else:
             host_stub.require_launches(case, subjects)
-        yield from Place("host", part, case).times(ALL, context.interleaved(subjects, 1.0))
+        times = context.interleaved(subjects, 2.0, block=1 if context.quick else BLOCK)
+        yield from Place("host", part, case).times(ALL, times)
 
 
 def whole_steps(gradients: Gradients, device: str, fused: bool, backend: str | None = None) -> dict[str, Subject]:

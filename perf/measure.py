@@ -1,5 +1,6 @@
 """Times of several subjects that take turns in one process."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -49,16 +50,24 @@ class Context(NamedTuple):
             yield [*names[first:], *names[:first]]
             nth += 1
 
-    def interleaved(self, subjects: Mapping[str, Subject], seconds: float, clock: Clock | None = None) -> Times:
-        """Return each subject's times; each has one turn a round, so other load on the machine meets all alike."""
+    def interleaved(
+        self, subjects: Mapping[str, Subject], seconds: float, clock: Clock | None = None, block: int = 1
+    ) -> Times:
+        """Return each subject's times; each has one turn a round, so other load on the machine meets all alike.
+
+        A turn is the median of a `block` of runs: of many, most find the subject's own code in the caches.
+        """
         times: Times = {name: [] for name in subjects}
         warmup = [[*subjects]] * 4
         for order in chain(warmup, self.rounds([*subjects], seconds)):
             for name in order:
                 run, before, after = subjects[name]
-                before()
-                times[name].append((clock or host_clock)(run))
-                after()
+                turn = []
+                for _ in range(block):
+                    before()
+                    turn.append((clock or host_clock)(run))
+                    after()
+                times[name].append(statistics.median(turn))
         return {name: values[len(warmup) :] for name, values in times.items()}
 
 

@@ -200,19 +200,19 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         return
     if home.by_kernel and home.policy.held != (numbers, limits):
         home.policy.hold(numbers, limits)
-    flags: list[Any] = [step.flag if not exposed else _own_flag(step) for step in checked]
-    if not home.by_kernel or any(flag is None or flag.rows is not home.rows for flag in flags):
-        _update_by_any_flag(ours, scale, tracker, checked, numbers)
-        return
     mask = 0
-    for step, flag in zip(checked, flags, strict=True):
+    for step in checked:
+        flag: Any = step.flag if not exposed else _own_flag(step)
+        if not home.by_kernel or flag is None or flag.rows is not home.rows:
+            _update_by_any_flag(ours, scale, tracker, checked, numbers)
+            return
         mask |= 1 << flag.row
         if step.reader is not None and not captured and step.reader != home.stream():  # a fused step may still read it
             torch.cuda.current_stream(home.device).wait_stream(kernels().launch.stream(home.device, step.reader))
     home.launch(scale, tracker, mask)
     increment_version((scale,))  # as torch's op does: a loss that was scaled before cannot be differentiated after it
-    for flag in flags:
-        flag.saved, flag.cleared = True, not (captured or flag in home.rows.captured)
+    for step in checked:
+        step.flag.saved, step.flag.cleared = True, not (captured or step.flag in home.rows.captured)
 
 
 def _own_flag(step: Any) -> Flag | None:
