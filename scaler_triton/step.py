@@ -279,23 +279,15 @@ class Steps(dict[Any, Any]):
         self.unfinished = self.scaled = False
 
     def keep_unstepped(self, *, for_guard: bool = False) -> None:
-        """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set.
-
-        A guard, whose callers may leave `scale` out, carries only what was clipped, and only if another step is over:
-        else the whole batch may have been left out. It carries nothing that raised, and what FAILED only with a fused
-        one: other ranks, whose clip has not, then carry it, too, but a plain one's step has raised there.
-        """
+        """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set."""
         steps = self.all()
         for step in steps:
             if step.phase is CARRIED:
                 step.keep()
             elif step["stage"] is UNSCALED_STAGE and step.phase in (UNSCALED, FAILED):
-                failed, among = step.phase is FAILED, step.clipped if step.phase is FAILED else steps
-                goes_on = any(each.phase is STEPPED and (not failed or is_fused(each.owner())) for each in among)
-                over = step.raised or not (step.clipped and goes_on)
-                kept = {} if step.stale or (for_guard and over) else step[_FLAGS]
+                is_kept = not step.stale and (not for_guard or _guard_carries(step, steps))
                 copied = torch.clone if step.phase is UNSCALED else torch.ones_like
-                step.kept = {device: copied(flag) for device, flag in kept.items()}
+                step.kept = {device: copied(flag) for device, flag in step[_FLAGS].items() if is_kept}
                 if step.plan is not None:
                     step.plan.marks.carry()
 
@@ -399,6 +391,20 @@ def _forget(registry: weakref.ref[Steps], key: int, handle: Any) -> None:
     del steps[key]
     if step.owner is handle and (step[_FLAGS] or step["stage"] is not READY_STAGE):
         steps["freed", id(step)] = step
+
+
+def _guard_carries(step: OptimizerStep, steps: Iterable[OptimizerStep]) -> bool:
+    """Return whether a guard, whose callers may leave `scale` out, carries one of its unstepped steps over an update.
+
+    It carries what was clipped, if another step is over: else the whole batch may have been left out. What FAILED needs
+    a fused one that was clipped with it: other ranks, whose clip has not failed, then carry theirs, too, but a plain
+    one's step has raised there.
+    """
+    if step.raised or not step.clipped:
+        return False
+    if step.phase is FAILED:
+        return any(each.phase is STEPPED and is_fused(each.owner()) for each in step.clipped)
+    return any(each.phase is STEPPED for each in steps)
 
 
 def _has_no_owner(state: Any) -> bool:
