@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,16 +22,7 @@ from torch import Tensor, nn
 
 from scaler_triton import gradients, passes, ranks
 from scaler_triton.dispatch import is_captured, is_capturing, usual_backend
-from scaler_triton.flag import (
-    Flag,
-    FlagRows,
-    Flags,
-    HostCopy,
-    as_flag,
-    report_failure,
-    sum_totals_,
-    write_scales,
-)
+from scaler_triton.flag import Flag, FlagRows, Flags, HostCopy, as_flag, report_failure, sum_totals_, write_scales
 from scaler_triton.headroom import HeadroomRule
 from scaler_triton.kernels.abi import MEASURED_AT, SCALES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
@@ -39,7 +31,7 @@ from scaler_triton.ranks import Ranks
 from scaler_triton.spikes import Guard
 from scaler_triton.step import CARRIED, FAILED, STEPPED, UNSCALED, OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import inverse
-from scaler_triton.update import Counters, DevicePolicy, Home, LaggingCounters, SkipStreakError
+from scaler_triton.update import Counters, DevicePolicy, LaggingCounters, SkipStreakError, Updater
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -53,8 +45,8 @@ class Ours:
     """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
 
     __slots__ = (
-        "__weakref__", "allow_fp16", "by_norm", "counters", "guard", "headroom", "home", "lagging", "limits",
-        "policies", "rows", "scale_copy", "sharded", "steps", "warned",
+        "__weakref__", "allow_fp16", "by_norm", "counters", "guard", "headroom", "lagging", "limits",
+        "policies", "rows", "scale_copy", "sharded", "steps", "updater", "warned",
     )  # fmt: skip
 
     def __init__(self, sharded: bool) -> None:
@@ -70,10 +62,10 @@ class Ours:
         self.warned: set[str] = set()  # what is warned of once
         self.rows: dict[torch.device, FlagRows] = {}
         self.policies: dict[torch.device, DevicePolicy] = {}
-        self.home: Home | None = None  # of the scale that was updated last
+        self.updater: Updater | None = None  # of the scale that was updated last
 
     def become_guard(self, guard: Guard) -> None:
-        """Make it that of a guard, whose ranks all agree if there are several, and whose gradients are not scaled."""
+        """Make these a guard's: all ranks agree, if there are several, and gradients are not scaled."""
         self.guard, self.sharded, self.allow_fp16 = guard, True, True
         self.by_norm = guard.sigma is not None
 
@@ -105,12 +97,12 @@ def check(
             peers = peers_of(scaler, plan)
         if by_norm:
             part = Part(optimizer, step, plan, replicas_in(plan, peers, None, guess=True))
-            totals = measure(scaler, [part], peers)
+            totals = norm_totals(scaler, [part], peers)
             flag, flags = part.flag, part.flags
         elif getattr(scaler._unscale_grads_, "__func__", None) not in OUR_METHODS:
             # It may check gradients that are not in the plan.
             flag, plan.written = new_flag(scaler, step, divide), divide
-            factor = inverse(scale) if divide else torch.ones_like(flag.found_inf)
+            factor = inverse(scale).clone() if divide else torch.ones_like(flag.found_inf)
             flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, ours.allow_fp16 or not divide)
         else:
             flag = new_flag(scaler, step, divide)
@@ -129,13 +121,12 @@ def check(
             agree_on_norm(scaler, [part], totals, peers)
         elif peers is not None:
             flag.agree(numbers, peers)
-        if only_here and plan.devices == [flag.device]:
-            agreed = flags
-        elif peers is None and len(flags) == 1 and plan.devices == [*flags] and not by_norm:
-            agreed = {device: as_flag(found_inf, device) for device, found_inf in flags.items()}  # it is there already
-        else:
-            agreed = flags_on(scaler, flag, flags, plan, peers)
-        step.checked(flag, agreed, divided=divide, by_step=by_step)
+        if not (only_here and plan.devices == [flag.device]):
+            if peers is None and len(flags) == 1 and plan.devices == [*flags] and not by_norm:  # it is there already
+                flags = {device: as_flag(found_inf, device) for device, found_inf in flags.items()}
+            else:
+                flags = flags_on(scaler, flag, flags, plan, peers)
+        step.checked(flag, flags, divided=divide, by_step=by_step)
         if not by_step:
             ours.steps.unfinished = True
         plan.written = False
@@ -144,20 +135,20 @@ def check(
         raise
 
 
+@dataclass(slots=True)
 class Part:
     """One of the optimizers that share a norm, and the results of the pass that reads its gradients."""
 
-    __slots__ = ("batches", "flag", "flags", "optimizer", "plan", "replicas", "step")
+    optimizer: Any
+    step: OptimizerStep
+    plan: GradPlan
+    replicas: Sequence[int]  # how many ranks hold each parameter's shard
+    flag: Any = None
+    flags: Flags = field(default_factory=dict)  # of each device
+    batches: Sequence[Batch] = ()
 
-    def __init__(self, optimizer: Any, step: OptimizerStep, plan: GradPlan, replicas: Sequence[int]) -> None:
-        self.optimizer, self.step, self.plan = optimizer, step, plan
-        self.replicas = replicas  # how many ranks hold each parameter's shard
-        self.flag: Any = None
-        self.flags: Flags = {}  # of each device
-        self.batches: list[Batch] = []
 
-
-def measure(scaler: GradScaler, parts: Sequence[Part], peers: Ranks | None) -> Tensor:
+def norm_totals(scaler: GradScaler, parts: Sequence[Part], peers: Ranks | None) -> Tensor:
     """Check optimizers' gradients; return this rank's totals of their norm, on the scale's device."""
     scale, every = scaler._scale, []
     for part in parts:
@@ -183,7 +174,7 @@ def agree_on_norm(scaler: GradScaler, parts: Sequence[Part], totals: Tensor, pee
         sum_totals_([part.flag for part in parts], totals, peers)
     first, window = parts[0], parts[0].step.window  # of a guard that looks for spikes
     if window is not None and (peers is not None or any(part.flags for part in parts)):
-        again = bool(first.step["found_inf_per_device"]) and first.step.flag is not None  # None: it FAILED before
+        again = bool(first.step["found_inf_per_device"]) and first.step.flag is not None  # None: FAILED, not judged
         judged = first if peers is not None else next(part for part in parts if part.flags)
         window.judge(totals, judged.flag, scaler._ours.counters, first=not again)
 
@@ -348,9 +339,9 @@ def require_scale(scaler: GradScaler, name: str, optimizers: Sequence[Any], repo
 def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report, *, by_check: bool) -> None:
     """Begin the next step where a guard's caller has left out the update since the last one.
 
-    A call of `step` ends a step even if it raised, and so does a check that failed; but if `step` comes next, not a
-    check, it skips then. The ranks that were only told of a failure may have returned, so those that raised must go on,
-    too, and count the step: their counters stay equal.
+    `step` ends a step even if it raises, and so does a check that failed if another check comes next; a `step` skips
+    instead. Ranks that were only told of a failure may have returned, so those that raised count the step, too: their
+    counters stay equal.
     """
     ended = (STEPPED, FAILED) if by_check else (STEPPED,)
     over = [step for step in steps if step.phase in ended or (step.raised and step.phase in (UNSCALED, FAILED))]

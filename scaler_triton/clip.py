@@ -70,7 +70,8 @@ def clip_grad_norm_(
     optimizers = _checked_optimizers(optimizers)
     with torch.no_grad():
         chosen = None if parameters is None else _chosen_ids(parameters, optimizers)
-        bound, order = policy.check_number("max_norm", max_norm), policy.check_norm_type(norm_type)
+        bound = policy.check_number("max_norm", max_norm)
+        order = policy.check_number("norm_type", math.inf if str(norm_type) == "inf" else norm_type)
         if not isinstance(model, nn.Module | None):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
         is_ours = {getattr(each, "__func__", None) for each in (scaler.unscale_, scaler._unscale_grads_)} <= OUR_METHODS
@@ -93,7 +94,7 @@ def _clip_scaled(
         if request.at_once:
             for part in parts:
                 part.step.outcome = None
-            read: Any = check.measure(scaler, parts, peers)
+            read: Any = check.norm_totals(scaler, parts, peers)
         else:
             read = _unscale_and_read(scaler, parts, request)
     except Exception:  # the other ranks wait in the norm's reduction

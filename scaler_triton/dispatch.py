@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 Backend = Literal["triton", "torch"]
-Task = Literal["unscaling", "measuring", "clipping", "guarding"]
+Task = Literal["unscaling", "measuring", "clipping", "guarding"]  # "clipping" includes norms
 
 if torch.__version__ < "2.10.0a0":
     raise ImportError(f"scaler_triton needs torch 2.10 or newer, got {torch.__version__}: pip install 'torch>=2.10'")
@@ -67,7 +67,7 @@ def usual_backend() -> str:
 
 
 def choose(device: torch.device, dtype: torch.dtype, requested: str, *, task: Task = "unscaling") -> Backend:
-    """Return the backend of a task for tensors of `dtype` on `device`, by a trial run; "clipping" includes norms.
+    """Return the backend of a task for tensors of `dtype` on `device`, by a trial run.
 
     Raises: RuntimeError with the cause if "triton" was requested and does not work there; torch.OutOfMemoryError if the
         trial ran out of memory, which decides nothing.
@@ -138,7 +138,7 @@ def _decide(device: torch.device, dtype: torch.dtype, requested: str, task: Task
             text = f"Triton does not work for {place}, so torch's own ops are used there ({reason})"
             warnings.warn(text, RuntimeWarning, stacklevel=stacklevel())
         return "torch", reason
-    return "triton", f"{requested}, and a trial run was right"
+    return "triton", f"{'asked for' if requested == 'triton' else requested}, and a trial run was right"
 
 
 def is_captured(tensor: Tensor) -> bool:

@@ -4,7 +4,7 @@ A flag is fp32, shape `()`, 0.0 or 1.0. It is the first number of a row of statu
 reduce; the other three report a rank that failed, and compare the ranks' scales:
 
     status = [found_inf, failed, scale, -scale]             # each rank's; a MAX reduction
-    status = [found_inf, failed, sum of scales, excess]     # after clipping, whose reduction is a SUM
+    status = [found_inf, failed, sum of scales, excess]     # where totals are summed: to clip, judge spikes or measure
     excess = sum(scale) * sum(1 / scale) / ranks**2 - 1     # 0 for equal scales, else larger
 """
 
@@ -32,7 +32,7 @@ Flags = dict[torch.device, Tensor]
 _ROUNDING = 2.0**-50
 
 
-# The binades of the largest scaled gradient that ranks tell apart, the first and the last with all beyond.
+# The binades in which ranks place their largest scaled gradient; the first and the last take all beyond, too.
 BINADES, LOWEST_BINADE = 64, -31
 PACKED = 3 + BINADES
 
@@ -50,7 +50,7 @@ class FlagRows:
         # A copy from the host is waited for; a zeroing kernel could run after another stream has set a flag.
         with sync_allowed(device):
             self.status = torch.zeros(abi.ROWS, abi.STATUS, dtype=torch.float32, device="cpu").to(device)
-            self.last_flags = torch.zeros(abi.ROWS, dtype=torch.float32, device="cpu").to(device)  # cleared by updates
+            self.last_flags = torch.zeros(abi.ROWS, dtype=torch.float32, device="cpu").to(device)  # before an update
             empty = torch.zeros(abi.ROWS, abi.MEASURED_ROW, dtype=torch.float64, device="cpu")
             self.measured = empty.to(device) if measures else None  # what the checks have measured
         self.captured: set[Flag] = set()  # flags that graphs write at each replay: their rows are never freed
@@ -81,7 +81,7 @@ class Flag:
         self.found_inf = status[FLAG]
         self.cleared = False  # whether flag and failure are known to be zero
         self.saved = False  # whether an update has copied the flag into `rows.last_flags`
-        self.is_final = False  # whether it is also that of others clipped together, or of a sum: no look replaces it
+        self.is_final = False  # whether it covers other optimizers or was summed: `_check_inf_per_device` keeps it
         # Over how many ranks it was summed; 0: it is their maximum; None: no other ranks had to agree.
         self.summed_over: int | None = None
         self._copy = HostCopy()

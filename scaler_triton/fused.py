@@ -55,8 +55,8 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
         remove_scale(optimizer, inner)
         step.stepped(True if flag is None else flag)
         return None
-    home = scaler._ours.home
-    step.reader = stream_of(scale, scaler._ours.steps.requested)() if home is None else home.stream()
+    updater = scaler._ours.updater
+    step.reader = stream_of(scale, scaler._ours.steps.requested)() if updater is None else updater.stream()
     on_host = not scale.is_cpu and _CPU in flags
     factor = None if not divides else scale.reshape(()) if scale.ndim else scale
     try:
@@ -118,12 +118,11 @@ def _step_with_scale(
     if own is scale:  # an interrupt prevented its removal
         own = None
     product = own if scale is None else scale if own is None else scale * own
-    if on_host:
-        product, found_inf = product.cpu() if isinstance(product, Tensor) else product, found_inf.cpu()
-    elif not _only_reads(inner):
-        product, found_inf = product.clone() if isinstance(product, Tensor) else product, found_inf.clone()
+    if on_host or not _only_reads(inner):
+        copied = Tensor.cpu if on_host else Tensor.clone
+        product, found_inf = copied(product) if isinstance(product, Tensor) else product, copied(found_inf)
     try:
-        for each in (optimizer,) if inner is optimizer else (optimizer, inner):
+        for each in (optimizer, inner):  # perhaps the same
             each.grad_scale, each.found_inf = product, found_inf
         result = optimizer.step(*args, **kwargs)
         own = None  # it was for this step
@@ -136,7 +135,7 @@ def _step_with_scale(
 
 def remove_scale(optimizer: Any, inner: Any) -> None:
     """Delete `grad_scale` and `found_inf`; the user's `grad_scale`, too, is for one step, even if that is skipped."""
-    for each in (optimizer,) if inner is optimizer else (optimizer, inner):
+    for each in (optimizer, inner):  # perhaps the same
         held = getattr(each, "__dict__", {})  # a wrapper may forward the inner one's, and a class have some
         held.pop("grad_scale", None)
         held.pop("found_inf", None)

@@ -40,7 +40,7 @@ from scaler_triton.update import LaggingCounters, ScalerStats
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
 
-_COUNTED = "_counted"  # in a pickle: the limits, the backend, the counters, and whether fp16 gradients are allowed
+_COUNTED = "_counted"  # in a pickle: what `Ours` holds, as plain numbers
 
 
 class _Limits:
@@ -78,7 +78,7 @@ class GradScaler(torch.amp.GradScaler):
             ranks at once and a few updates late. None: never.
         scale_policy: "probe" is torch's rule. "headroom" sets the scale by the largest gradient of the last good
             updates, 2 ** (15 - headroom_bits - floor(log2(largest))), below a cap that torch's rule moves.
-        headroom_bits: powers of 2 between that gradient and fp16's largest, in [0, 30].
+        headroom_bits: how many powers of 2 lie between that gradient and fp16's largest number, in [0, 30].
         headroom_window: how many updates, in [1, 1024].
         measure: True: checks also find the largest gradient, and count zeros and fp16 subnormals, for `headroom`.
         allow_fp16_grads: True: `unscale_` takes fp16 gradients, as `ShardedGradScaler` always does, instead of raising
@@ -131,26 +131,24 @@ class GradScaler(torch.amp.GradScaler):
                 text = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
                 warnings.warn(text, stacklevel=stacklevel())
             enabled = False
-        factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
-        if enabled:  # torch compares them with 1 before it checks that they are numbers
-            factors = {name: policy.as_float(value, name) for name, value in factors.items()}
-        numbers = {"init_scale": init_scale, **factors, "growth_interval": growth_interval}
-        super().__init__(device=device, enabled=enabled, **numbers)  # type: ignore[arg-type]
+        numbers = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
+        theirs: dict[str, Any] = {**numbers, "init_scale": init_scale}
+        if enabled:  # torch compares factors with 1 before it checks that they are numbers
+            theirs |= {name: policy.as_float(numbers[name], name) for name in ("growth_factor", "backoff_factor")}
+        super().__init__(device=device, enabled=enabled, **theirs)
         limits = NO_LIMITS
         if self._enabled:
             extremes = {"min_scale": min_scale, "max_scale": max_scale}
             limits = limits.changed(**extremes, hysteresis=hysteresis, max_consecutive_skips=max_consecutive_skips)
             init_scale = limits.clamp(policy.check_number("scale", init_scale, "init_scale"))
-            growth_factor = policy.check_number("growth_factor", growth_factor)
-            backoff_factor = policy.check_number("backoff_factor", backoff_factor)
-            growth_interval = policy.check_number("growth_interval", growth_interval)
+            numbers = {name: policy.check_number(name, value) for name, value in numbers.items()}
         self._ours.steps.requested, self._ours.limits = backend, limits
         self._ours.allow_fp16 |= allow_fp16_grads
         self._ours.steps.measures = measure or numbers_of_headroom is not None
         self._ours.headroom = None if numbers_of_headroom is None else HeadroomRule(*numbers_of_headroom)
         own = vars(self)  # not through a subclass's `__setattr__`; torch leaves a disabled scaler's numbers unset
         own.update(process_group=process_group, _init_scale=init_scale, _init_growth_tracker=0)
-        own.update(_growth_factor=growth_factor, _backoff_factor=backoff_factor, _growth_interval=growth_interval)
+        own.update({f"_{name}": value for name, value in numbers.items()})
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Return the outputs times the scale; the outputs themselves on a disabled scaler.
@@ -331,9 +329,9 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises: torch's AssertionErrors if nothing was checked since the last update or the tensor is of the wrong
             kind; ValueError or TypeError naming an illegal `new_scale`; nothing has changed then. `SkipStreakError`
-            after the update if, `update.LaggingCounters.LAG` updates ago, more than `max_consecutive_skips` in a row
-            had been skipped: on all ranks at once, and at each update until the streak ends or the scale is set, but
-            not while a graph is captured or replayed.
+            after the update if, four updates ago, more than `max_consecutive_skips` in a row had been skipped: on all
+            ranks at once, and at each update until the streak ends or the scale is set, but not while a graph is
+            captured or replayed.
         """
         if not self._enabled:
             return
@@ -392,8 +390,8 @@ class GradScaler(torch.amp.GradScaler):
             prefix: of each name.
 
         Returns: by name `scale`, `updates`, `skipped`, `skip_share` (skipped / updates), `growths`, `backoffs` and
-            `spikes`, as floats; with `measure=True` also `largest`, `bits`, `zeros` and `subnormal` of `headroom`, but
-            no number that is infinite.
+            `spikes`, as floats; with `measure=True` also `largest`, `bits`, `zeros` and `subnormal` of `headroom`;
+            infinite numbers are left out.
         """
         if not self._enabled:
             return {}
@@ -417,7 +415,8 @@ class GradScaler(torch.amp.GradScaler):
                 scaler.step(optimizer)
                 scaler.update()
 
-        All ranks that agree on a step repeat it, or none does. It waits for the flag of each step, a fused one's, too.
+        All ranks that agree on a step repeat it, or none does. It waits for the flag of each step, including a fused
+        one's.
 
         Args:
             optimizer: the one that the body steps; read.
@@ -520,7 +519,7 @@ class GradScaler(torch.amp.GradScaler):
 
         If any of `min_scale`, `max_scale`, `hysteresis` and `max_consecutive_skips` is not its default, they and the
         counters are under one more key, `scaler_triton`, which torch's class ignores. With `scale_policy="headroom"`
-        they always are, with its exponents and cap, and so are a `StepGuard`'s, with its norms; both wait for the GPU.
+        they always are, with its exponents and cap, and so are a `StepGuard`'s, with its norms. It waits for the GPU.
         """
         if not self._enabled:
             return {}
@@ -595,9 +594,10 @@ class GradScaler(torch.amp.GradScaler):
                 self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True) -> Flags:
-        """Unscale on this rank only; return a flag, which starts as `found_inf`, for each device with gradients.
+        """Unscale on this rank only; return a flag for each device with gradients.
 
-        Without any a `ShardedGradScaler` returns one on the scale's device, as callers reduce it over the ranks.
+        That on `found_inf`'s device starts as `found_inf`. Without gradients a `ShardedGradScaler` returns that one, as
+        callers reduce it over the ranks.
         """
         steps = self._ours.steps
         # A call from outside a step, perhaps for a few parameters, must not begin one.
@@ -630,7 +630,7 @@ class GradScaler(torch.amp.GradScaler):
                     step.flag.measured.copy_(measured)  # type: ignore[union-attr]
         except BaseException:
             if step.phase is FAILED and phase not in (UNSCALED, CARRIED):
-                step._enter(phase)  # `step` checks again, as the other ranks do
+                step.look_again(phase)
             raise
         return step["found_inf_per_device"]
 

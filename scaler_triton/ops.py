@@ -15,7 +15,7 @@ from scaler_triton import passes, policy, torch_ops
 from scaler_triton.dispatch import check_backend, choose_for_scale, kernels
 from scaler_triton.gradients import check_gradient, check_overlap, local_tensor
 from scaler_triton.kernels.abi import COUNTERS, SQUARES
-from scaler_triton.plan import Batch, Guard, Layout, choose_backends, form_guard, group, unknown
+from scaler_triton.plan import Batch, Layout, Matcher, choose_backends, form_matcher, group, unknown
 from scaler_triton.torch_ops import is_plain
 from scaler_triton.update import DevicePolicy, Numbers, increment_version, update_by_ops_, update_on_host_
 
@@ -195,7 +195,7 @@ _Op = Callable[[Batch, Tensor], None]  # on a batch, with a flag on its device
 class _Known(NamedTuple):
     """What calls of one op use of a list that was seen before."""
 
-    guard: Guard  # of the form of the scalars and the gradients
+    matches: Matcher  # of the form of the scalars and the gradients
     layouts: list[Layout]
     streams: list[int | None]  # for each layout that of its kernels
     on_cpu: bool  # whether the list is one batch for an op of torch's on the CPU
@@ -210,7 +210,7 @@ def _look_up(op: str, grads: list[Tensor], backend: str | None, *scalars: Tensor
     first = grads[0].numel() if grads and type(grads[0]) is Tensor else None
     key = op, check_backend(backend), len(grads), first
     known = _known.get(key)
-    return key, known if known is not None and known.guard(*scalars, *grads) else None
+    return key, known if known is not None and known.matches(*scalars, *grads) else None
 
 
 def _run(key: _Key, known: _Known | None, op: _Op, grads: list[Tensor], **scalars: Tensor) -> None:
@@ -243,14 +243,14 @@ def _run_unknown(key: _Key, op: _Op, grads: list[Tensor], scalars: dict[str, Ten
         for batch in batches:
             _run_one(op, batch, found_inf)
     every = [*scalars.values(), *grads]
-    # A guard does not look into DTensors and sparse tensors, and a known list is used without `no_grad`.
+    # A matcher does not look into DTensors and sparse tensors, and a known list is used without `no_grad`.
     simple = all(map(is_, locals_, grads)) and all(is_plain(each) and not each.requires_grad for each in every)
-    guard = form_guard(*every) if simple else unknown
-    if guard is unknown:
+    matches = form_matcher(*every) if simple else unknown
+    if matches is unknown:
         return None
     layouts = [batch.layout for batch in batches]
     on_cpu = all(each.is_cpu for each in every) and [layout.backend for layout in layouts] == ["torch"]
-    return _Known(guard, layouts, [_stream(layout) for layout in layouts], on_cpu)
+    return _Known(matches, layouts, [_stream(layout) for layout in layouts], on_cpu)
 
 
 def _run_one(op: _Op, batch: Batch, found_inf: Tensor) -> None:

@@ -60,14 +60,11 @@ def check(
         measured = flag.measured
         if measured is not None:
             measured = None if batch.is_partial else measured if at_home else torch.zeros_like(measured, device=device)
-        if on_torch:
-            if measured is not None:
-                torch_ops.measure(batch.present, measured)
-            to_be_marked = layout.marked_on_host
-        else:
-            to_be_marked = False
-            if layout.counters is not plan.marks.counters.values:
-                plan.marks.follow(layout, flag.device)
+        to_be_marked = on_torch and layout.marked_on_host
+        if not on_torch and layout.counters is not plan.marks.counters.values:
+            plan.marks.follow(layout, flag.device)
+        if on_torch and measured is not None:
+            torch_ops.measure(batch.present, measured)
         if weights is not None:
             here = fp32_on(device, scale)
             total = norm_batch(batch, here, found_inf, weights[len(totals)], measures=measured is not None)
@@ -77,8 +74,8 @@ def check(
         else:
             here = scale if at_home and (on_torch or scale.dtype is torch.float32) else fp32_on(device, scale)
             if on_torch and not inverse:
-                here = plan.inverse.of(here)
-            if to_be_marked and (abs(here.item()) > 1.0 if inverse else plan.inverse.enlarges):
+                here = torch_ops.inverse(here)
+            if to_be_marked and abs(here.item()) > 1.0:
                 # Unscaling may make finite gradients infinite, which is no overflow: mark before it.
                 check_batch(batch, found_inf)
                 if found_inf.item():

@@ -18,14 +18,14 @@ from torch import Tensor
 from scaler_triton import gradients
 from scaler_triton.dispatch import Backend, Task, choose
 from scaler_triton.gradients import check_gradient, coalesce_fp16, local_tensor
-from scaler_triton.torch_ops import InverseScale, is_plain
+from scaler_triton.torch_ops import is_plain
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
     from scaler_triton.ranks import Ranks
     from scaler_triton.report import Marks
 
-Guard = Callable[..., bool]
+Matcher = Callable[..., bool]  # returns whether tensors have the form of those it was made from
 
 _spec_of, _shard_of = attrgetter(gradients.SPEC), attrgetter(gradients.SHARD)
 _grad_of = attrgetter("grad")
@@ -89,15 +89,14 @@ class GradPlan:
         # What other modules compute from the parameters, each with what it was computed from.
         self.peers: tuple[Any, Ranks | None] | None = None  # the ranks that must agree
         self.replicas: tuple[Any, list[int]] | None = None  # how many ranks hold each parameter's shard
-        self.inverse = InverseScale()
         self.written = False  # whether the last pass began to write the gradients
         self.dtensors = {i: each for i, each in enumerate(self.parameters) if gradients.is_dtensor(each)}
         self.first_spec = self.spec_of_first()
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
         # One for each gradient's form. Gradients of one form share it, so that its memory stays in the caches.
-        self._guards: list[Guard] = [unknown] * len(self.parameters)
-        self._guards_by_form: dict[Any, Guard] = {}
+        self._matchers: list[Matcher] = [unknown] * len(self.parameters)
+        self._matchers_by_form: dict[Any, Matcher] = {}
         self._build_layouts([_expected_form(parameter) for parameter in self.parameters])
 
     def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> list[Batch]:
@@ -105,15 +104,15 @@ class GradPlan:
 
         Uncoalesced sparse fp16 gradients are replaced by coalesced ones, as torch does. A Partial one is multiplied by
         its number of terms: if that is finite, so is the sum, which needs a collective that a rank without such a
-        gradient would not join. With `summed` every unreduced gradient is replaced by its sum, even so.
+        gradient would not join. With `summed` every unreduced gradient is replaced by its sum, by that collective.
         """
         grads: list[Tensor | None] = list(map(_grad_of, self.parameters))
         local = self._known_shards(grads) if self.dtensors else grads
         here: list[bool] | None = None  # which are not missing; None: all
         known = bool(local) and (allow_fp16 or not self._has_fp16)
-        if known and not all(map(call, self._guards, local)):
+        if known and not all(map(call, self._matchers, local)):
             here = list(map(is_not, local, repeat(None)))
-            known = not all(here) and all(map(call, compress(self._guards, here), compress(local, here)))
+            known = not all(here) and all(map(call, compress(self._matchers, here), compress(local, here)))
         others: list[Batch] = []
         if not known:
             if summed:
@@ -156,8 +155,8 @@ class GradPlan:
         partials = self._localise(grads)
         new = {
             index: grad
-            for index, (grad, guard) in enumerate(zip(grads, self._guards, strict=True))
-            if grad is not None and not guard(grad)
+            for index, (grad, matches) in enumerate(zip(grads, self._matchers, strict=True))
+            if grad is not None and not matches(grad)
         }
         if not allow_fp16 and any(grad is not None and grad.dtype is torch.float16 for grad in grads):
             raise ValueError("Attempting to unscale FP16 gradients.")  # before other errors, as torch does
@@ -184,10 +183,10 @@ class GradPlan:
             self._build_layouts(forms)
         for index in new.keys() - sparse.keys():
             key, local = self._forms[index], grads[index]
-            guard = self._guards_by_form.get(key)
-            if guard is None or not guard(local):
-                guard = self._guards_by_form[key] = form_guard(local)
-            self._guards[index] = guard
+            matches = self._matchers_by_form.get(key)
+            if matches is None or not matches(local):
+                matches = self._matchers_by_form[key] = form_matcher(local)
+            self._matchers[index] = matches
         others = group(sparse)
         others += [batch._replace(is_partial=True) for batch in group(partials)]
         return others
@@ -301,7 +300,7 @@ def _row(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     return itemgetter(*positions)
 
 
-def form_guard(*tensors: Any) -> Guard:
+def form_matcher(*tensors: Any) -> Matcher:
     """Return a check of the type, dtype, device, sizes and strides of tensors; `unknown` where torch has none.
 
     torch's private guards take 40 to 100 ns a tensor, public attributes 500. A match is reliable, but a mismatch may be
@@ -309,12 +308,12 @@ def form_guard(*tensors: Any) -> Guard:
     """
     try:
         make: Any = torch._C._dynamo.guards.TensorGuards
-        check: Guard = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        check: Matcher = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return check if check(*tensors) is True else unknown
     except (AttributeError, TypeError, RuntimeError, ValueError):
         return unknown
 
 
 def unknown(*tensors: Any) -> bool:
-    """Stand for the guard of a form that is not known."""
+    """Stand for the matcher of a form that is not known."""
     return False

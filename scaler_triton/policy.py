@@ -105,13 +105,14 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "growth_factor": (1.0, _LARGEST, "finite and >= 1"),
     "growth_interval": (1, _MOST, "an int >= 1 (steps)"),
     "growth_tracker": (0, MAX_TRACKER, f"an int in [0, {MAX_TRACKER}]"),
-    "headroom_bits": (0, 30, "an int in [0, 30] (powers of 2)"),
+    "headroom_bits": (0, 30, "an int in [0, 30] (bits)"),
     "headroom_window": (1, MAX_HEADROOM_WINDOW, f"an int in [1, {MAX_HEADROOM_WINDOW}] (updates)"),
     "hysteresis": (1, _MOST, "an int >= 1 (overflows)"),
     "max_attempts": (1, _MOST, "an int >= 1 (attempts)"),
     "max_consecutive_skips": (0, math.inf, "None or an int >= 0 (updates)"),
     "max_norm": (0.0, math.inf, "a number >= 0"),
     "norm": (0.0, _LARGEST, "lists of finite norms >= 0"),
+    "norm_type": (_SMALLEST, math.inf, "> 0"),
     "scale": (MIN_SCALE, MAX_SCALE, f"a positive finite fp32 number in [2**-126, {MAX_SCALE}]"),
     "spike_sigma": (_SMALLEST, _LARGEST, "a positive number (standard deviations) or None"),
     "window": (2, MAX_WINDOW, f"an int in [2, {MAX_WINDOW}] (norms)"),
@@ -132,17 +133,6 @@ def check_growth_tracker(value: Any, name: str = "_growth_tracker") -> Any:
     plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     plain = int(plain) if isinstance(plain, float) and plain.is_integer() else plain
     return check_number("growth_tracker", plain, name)
-
-
-def check_norm_type(value: Any) -> float:
-    """Return a norm's order as a float ("inf" is one, too); it must be positive."""
-    try:
-        order = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"norm_type must be a number, got {one_line(repr(value))}") from None
-    if not order > 0:  # as NaN is not
-        raise ValueError(f"norm_type must be > 0, got {value!r}")
-    return order
 
 
 def check_windows(value: Any) -> list[list[float]]:

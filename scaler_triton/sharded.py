@@ -1,4 +1,4 @@
-"""ShardedGradScaler, the scaler for FSDP; it has its own file because the import of FSDP takes a second."""
+"""ShardedGradScaler, the scaler for FSDP; it has its own file because the import of FSDP takes half a second."""
 
 from __future__ import annotations
 

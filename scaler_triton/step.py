@@ -87,7 +87,7 @@ class OptimizerStep(dict[str, Any]):
         self.handles: dict[int, Callable[[], Any]] = {}  # the same for it and for each wrapper around it, by id
         self.plan: GradPlan | None = None  # made by the first check
         self.flag: Flag | None = None  # the last check's
-        self.carried: Flag | None = None  # the same of a step that went on after it was CARRIED, for what it measured
+        self.carried: Flag | None = None  # that of a CARRIED step which went on, for what it measured
         self.window: Window | None = None  # the last norms, of a guard that looks for spikes
         self.earlier: list[Flag | None] = []  # those of earlier checks in this step, which callers may still read
         self.kept: Flags = {}  # what a CARRIED step is going to use
@@ -96,7 +96,7 @@ class OptimizerStep(dict[str, Any]):
         self.reader: int | None = None  # handle of the stream on which a fused step reads its flag
         self.function: Callable[[], Any] = _nobody  # returns a fused optimizer's `step`
         self.takes_scaler = False  # whether that takes the scaler as an argument, as older ones do
-        self.fresh = False  # whether the running `step` made the check, so that its flag is as it left it
+        self.fresh = False  # whether the running `step` made the check, so that nobody can have changed the flag since
         self.captured = False  # whether the check was recorded into a graph
         self.raised = False  # whether the last call of `step` raised, and nothing was checked since
         self.running = False  # whether `step` was called since the last update
@@ -164,10 +164,14 @@ class OptimizerStep(dict[str, Any]):
         self[_FLAGS] = ones
 
     def peer_failed(self) -> None:
-        """Enter the phase in which a rank is whose check FAILED before `step`, with all that were clipped together."""
+        """Do what the rank did whose check FAILED before `step`: skip, with all that were clipped together."""
         for step in self.clipped or (self,):
             if step.phase is UNSCALED:
                 step.failed(None)
+
+    def look_again(self, phase: Phase) -> None:
+        """Return to the phase before a look that FAILED: `step` checks again, as the other ranks do."""
+        self._enter(phase)
 
     def stepped(self, outcome: bool | Flag | Tensor) -> None:
         """Leave `step`."""
@@ -394,11 +398,11 @@ def _forget(registry: weakref.ref[Steps], key: int, handle: Any) -> None:
 
 
 def _guard_carries(step: OptimizerStep, steps: Iterable[OptimizerStep]) -> bool:
-    """Return whether a guard, whose callers may leave `scale` out, carries one of its unstepped steps over an update.
+    """Return whether a guard carries one of its unstepped steps over an update.
 
-    It carries what was clipped, if another step is over: else the whole batch may have been left out. What FAILED needs
-    a fused one that was clipped with it: other ranks, whose clip has not failed, then carry theirs, too, but a plain
-    one's step has raised there.
+    Its callers may never call `scale`, so it carries only what was clipped, and only if another step is over: otherwise
+    the whole batch may have been left out. A step that raised is never carried. One that FAILED is carried beside a
+    fused one: on the other ranks that one has returned and the rest is carried, whereas a plain one has raised there.
     """
     if step.raised or not step.clipped:
         return False

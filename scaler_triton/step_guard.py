@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.cuda.amp import common
 
 from scaler_triton import policy
 from scaler_triton.check import OUR_METHODS, begin_anew, fail_early
-from scaler_triton.dispatch import skip_tracing
+from scaler_triton.dispatch import skip_tracing, stacklevel
 from scaler_triton.grad_scaler import GradScaler, Outputs
 from scaler_triton.policy import KEY, WINDOWS
 from scaler_triton.spikes import Guard
@@ -61,6 +63,10 @@ class StepGuard(GradScaler):
     ) -> None:
         sigma = None if spike_sigma is None else policy.check_number("spike_sigma", spike_sigma)
         guard = Guard(sigma, policy.check_number("window", window))
+        if enabled and policy.device_type(device) == "cuda" and common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
+            text = "StepGuard is disabled: CUDA is not available. Name the device type, as in StepGuard('cpu')"
+            warnings.warn(text, stacklevel=stacklevel())
+            enabled = False
         super().__init__(
             device,
             1.0,

@@ -47,9 +47,7 @@ def check(tensors: Sequence[Any], found_inf: Tensor) -> None:
     if first.dtype in (torch.bfloat16, torch.float64) and not first.is_cpu and is_plain(first):
         found_inf.masked_fill_(~torch.stack([tensor.isfinite().all() for tensor in tensors]).all(), 1.0)
     else:
-        is_fake = type(found_inf) is not Tensor
-        one = torch.ones_like(found_inf) if is_fake else kept_constants(found_inf.device, torch.float32, 1.0)
-        unscale_(tensors, one, found_inf)
+        unscale_(tensors, constants(found_inf, torch.float32, 1.0), found_inf)
 
 
 def sum_of_squares(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None) -> Tensor:
@@ -155,33 +153,21 @@ def coefficient(flag: Tensor, norm: Tensor, max_norm: float) -> Tensor:
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """Return float(1 / double(scale)), the factor that torch multiplies by."""
+    """Return float(1 / double(scale)), the factor that torch multiplies by; on the CPU kept, and not to be written."""
+    if scale.is_cpu and type(scale) is Tensor:  # fake tensors cannot be read
+        return _kept_inverse(scale.item())
     return scale.double().reciprocal().float()
+
+
+@functools.lru_cache
+@torch.inference_mode(False)
+def _kept_inverse(scale: float) -> Tensor:
+    return torch.tensor(scale, dtype=torch.float64, device="cpu").reciprocal().float()
 
 
 def host_memory(tensor: Tensor) -> memoryview[Any]:
     """Return a CPU tensor's memory for Python to read and write; writes do not change the tensor's version."""
     return tensor.numpy().data
-
-
-class InverseScale:
-    """Computes the inverse of a scale; on the CPU, where its value is quickly read, only if that has changed."""
-
-    def __init__(self) -> None:
-        self._value: float | None = None
-        self._inverse: Tensor  # of that value
-        self.enlarges = False  # whether the last inverse was larger than 1, or may have been
-
-    def of(self, scale: Tensor) -> Tensor:
-        """Return `inverse(scale)` of a scale of one element; it is kept and must not be written."""
-        if not scale.is_cpu or type(scale) is not Tensor:  # fake tensors cannot be read
-            self.enlarges = True
-            return inverse(scale)
-        value = scale.item()
-        self.enlarges = abs(value) < 1.0
-        if value != self._value:  # as NaN does
-            self._inverse, self._value = inverse(scale), value
-        return self._inverse
 
 
 def is_plain(tensor: Tensor) -> bool:

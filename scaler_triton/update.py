@@ -52,7 +52,7 @@ class ScalerStats:
 
     Args:
         updates: calls of `update`; `update(new_scale)` counts only if gradients were checked before it.
-        skipped: updates with an overflow, whose step was skipped.
+        skipped: updates in which at least one step was skipped.
         consecutive_skips: how many of them were the last ones in a row; 0 after an update without overflow.
         growths: updates that made the scale larger, even by a limit; `update(new_scale)` does not count.
         backoffs: updates that made it smaller, even by a limit.
@@ -142,7 +142,7 @@ class DevicePolicy(OnDevice):
         return self.memory
 
 
-class Home:
+class Updater:
     """How a scale and its tracker are updated: by a kernel, by Python (`on_host`) or by torch's ops."""
 
     def __init__(self, scale: Any, growth_tracker: Any, ours: Ours) -> None:
@@ -166,7 +166,7 @@ class Home:
 
     def _launch(self, ours: Ours) -> Any:
         """Return the kernel's launch where all flags are the scaler's own; a new scale or tracker changes nothing."""
-        before, rows = ours.home, self.rows
+        before, rows = ours.updater, self.rows
         if before is not None and before.by_kernel and before.rows is rows and before.counters is self.counters:
             return before.launch
         options = {} if ours.headroom is None else ours.headroom.options(rows.measured)
@@ -177,18 +177,18 @@ class Home:
 def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked: Sequence[Any], captured: bool) -> None:
     """Update the scale by the flags of the `checked` steps; a kernel also clears those that are the scaler's own."""
     ours = scaler._ours
-    home, limits, exposed = ours.home, ours.limits, ours.steps.exposed
+    updater, limits, exposed = ours.updater, ours.limits, ours.steps.exposed
     if (
-        home is None
-        or home.scale is not scale
-        or home.growth_tracker is not tracker
-        or home.counters is not ours.counters.values
-        or (home.on_host and home.address != tracker.data_ptr())
+        updater is None
+        or updater.scale is not scale
+        or updater.growth_tracker is not tracker
+        or updater.counters is not ours.counters.values
+        or (updater.on_host and updater.address != tracker.data_ptr())
     ):
         _check_numbers(scale, tracker)
-        home = ours.home = Home(scale, tracker, ours)
+        updater = ours.updater = Updater(scale, tracker, ours)
     numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
-    if home.on_host:
+    if updater.on_host:
         found_inf = False
         for step in checked:
             flag = step.flag if not exposed else _own_flag(step)
@@ -196,23 +196,23 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
                 found_inf |= flag.is_set()
             else:
                 found_inf |= any(each.item() != 0.0 for each in step["found_inf_per_device"].values())
-        update_on_host_(scale, home.tracker, found_inf, numbers, limits, home.counted)
+        update_on_host_(scale, updater.tracker, found_inf, numbers, limits, updater.counted)
         return
-    if home.by_kernel and home.policy.held != (numbers, limits):
-        home.policy.hold(numbers, limits)
+    if updater.by_kernel and updater.policy.held != (numbers, limits):
+        updater.policy.hold(numbers, limits)
     mask = 0
     for step in checked:
         flag: Any = step.flag if not exposed else _own_flag(step)
-        if not home.by_kernel or flag is None or flag.rows is not home.rows:
+        if not updater.by_kernel or flag is None or flag.rows is not updater.rows:
             _update_by_any_flag(ours, scale, tracker, checked, numbers)
             return
         mask |= 1 << flag.row
-        if step.reader is not None and not captured and step.reader != home.stream():  # a fused step may still read it
-            torch.cuda.current_stream(home.device).wait_stream(kernels().launch.stream(home.device, step.reader))
-    home.launch(scale, tracker, mask)
+        if step.reader is not None and not captured and step.reader != updater.stream():  # a fused step may read it
+            torch.cuda.current_stream(updater.device).wait_stream(kernels().launch.stream(updater.device, step.reader))
+    updater.launch(scale, tracker, mask)
     increment_version((scale,))  # as torch's op does: a loss that was scaled before cannot be differentiated after it
     for step in checked:
-        step.flag.saved, step.flag.cleared = True, not (captured or step.flag in home.rows.captured)
+        step.flag.saved, step.flag.cleared = True, not (captured or step.flag in updater.rows.captured)
 
 
 def _own_flag(step: Any) -> Flag | None:
@@ -222,15 +222,15 @@ def _own_flag(step: Any) -> Flag | None:
 
 def _update_by_any_flag(ours: Ours, scale: Tensor, tracker: Tensor, checked: Sequence[Any], numbers: Numbers) -> None:
     """Update where no kernel does it, or not all flags are the scaler's own."""
-    home: Any = ours.home
+    updater: Any = ours.updater
     headroom = ours.headroom
-    flag = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), home.device)
-    measured = None if headroom is None else headroom.measured_by(checked, home.device)
-    if not home.by_kernel:
-        update_by_ops_(scale, tracker, flag, numbers, ours.limits, home.counters, headroom, measured)
+    flag = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), updater.device)
+    measured = None if headroom is None else headroom.measured_by(checked, updater.device)
+    if not updater.by_kernel:
+        update_by_ops_(scale, tracker, flag, numbers, ours.limits, updater.counters, headroom, measured)
         return
     options = {} if headroom is None else headroom.options(measured)
-    tensors = flag, flag, home.policy.memory, home.counters
+    tensors = flag, flag, updater.policy.memory, updater.counters
     kernels().update_scale.bind_update(*tensors, clear=False, **options)(scale, tracker, 1)
     increment_version((scale,))
 

@@ -60,7 +60,7 @@ def read_state(rank: int, label: str, path: Path, name: str, *, replicated: bool
 def _load(path: Path) -> Any:
     """Unpickle tensors and plain values only, and map the tensors from the file instead of reading them."""
     if not zipfile.is_zipfile(path):
-        raise Unreadable("not a zip archive, as torch.save writes")
+        raise Unreadable("not a zip archive, which is what torch.save writes")
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):  # it may be far larger in memory

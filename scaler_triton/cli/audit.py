@@ -27,7 +27,7 @@ ONE_FOR_ALL = (
     "call scaler_triton.audit(optimizer, scaler, model) in the running job, on every rank."
 )
 NO_NUMBERS = (
-    "Ranks are told by the word rank in the files' names; where else their numbers stand, say with {rank}, "
+    "A rank is recognised by the word rank in a file's name; if its number stands elsewhere, mark it with {rank}, "
     "as in --pattern 'model-{rank}-of-4.pt'."
 )
 ONE_COPY = (
@@ -158,4 +158,7 @@ def _why_no_files(folder: Path, pattern: str) -> str:
     if any(folder.rglob("*.distcp")):
         return ONE_COPY
     kinds = ", ".join(SUFFIXES)
-    return f"No file of torch.save ({kinds}) matches {one_line(pattern)}." if "{rank}" in pattern else NO_NUMBERS
+    if pattern == PATTERN and any(path.name.endswith(SUFFIXES) for path in folder.rglob("*")):
+        return NO_NUMBERS
+    where = "is in it" if pattern == PATTERN else f"matches {one_line(pattern)}"
+    return f"No file of torch.save ({kinds}) {where}."

@@ -25,6 +25,17 @@ def complain(message: str, status: int = 2) -> int:
     return status
 
 
+def requested_backend() -> str | None:
+    """Return the backend that the environment asks for; None after a complaint about an unknown one."""
+    from scaler_triton.dispatch import check_backend
+
+    try:
+        return check_backend(None)
+    except ValueError as error:
+        complain(str(error))
+        return None
+
+
 def fitted(text: str, stream: TextIO) -> str:
     """Return the text wrapped between words if the stream is a terminal, else unchanged."""
     if not stream.isatty():

@@ -10,7 +10,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from scaler_triton import __version__
-from scaler_triton.cli.console import complain, driver_version
+from scaler_triton.cli.console import driver_version, fitted, requested_backend
 from scaler_triton.text import count_of, error_line, one_line
 
 if TYPE_CHECKING:
@@ -28,16 +28,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Print everything and return the exit status."""
     import torch
 
-    from scaler_triton.dispatch import check_backend
-
-    try:
-        requested = check_backend(None)
-    except ValueError as error:
-        return complain(str(error))
+    requested = requested_backend()
+    if requested is None:
+        return 2
     gpus, note = find_gpus()
-    print(f"{version_lines()}\n\n{note}")
+    print(fitted(f"{version_lines()}\n\n{note}", sys.stdout))
     for device in (torch.device("cpu"), *gpus):
-        print("\n" + "\n".join(device_lines(device, requested)), flush=True)
+        print(fitted("\n" + "\n".join(device_lines(device, requested)), sys.stdout), flush=True)
     return 0
 
 
@@ -48,6 +45,7 @@ def version_lines() -> str:
     from scaler_triton.dispatch import ENV_VARIABLE
 
     asked = os.environ.get(ENV_VARIABLE)
+    unset = "not set" if asked is None else "empty"
     hip = torch.version.hip and f"ROCm {torch.version.hip}"
     rows = {
         "scaler_triton": __version__,
@@ -55,7 +53,7 @@ def version_lines() -> str:
         "triton": triton_version(),
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "CUDA": torch.version.cuda or hip or "none: this torch is built without it",
-        "backend": f"{asked} ({ENV_VARIABLE})" if asked else f"auto ({ENV_VARIABLE} is not set)",
+        "backend": f"{asked} ({ENV_VARIABLE})" if asked else f"auto ({ENV_VARIABLE} is {unset})",
     }
     return "\n".join(f"{name:<14}{value}" for name, value in rows.items())
 

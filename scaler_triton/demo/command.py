@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from scaler_triton.cli.console import complain, missing_packages
+from scaler_triton.cli.console import complain, missing_packages, requested_backend
 
 HELP = "train a small transformer and check that every rank agrees, or prove one of torch's defects"
 MODES = {
@@ -14,7 +14,7 @@ MODES = {
     "fsdp1": "FullyShardedDataParallel",
     "fsdp2": "fully_shard (default)",
 }
-OTHER_PICTURES = (".gif", ".jpeg", ".jpg", ".pdf", ".svg", ".webp")
+OTHER_PICTURES = (".bmp", ".eps", ".gif", ".jpeg", ".jpg", ".pdf", ".ps", ".svg", ".tif", ".tiff", ".webp")
 FEWEST_STEPS, MOST_STEPS = 6, 128  # three are skipped, the loss must fall in others; rounding drives long runs apart
 
 
@@ -44,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         return complain(f"--out {arguments.out}: cannot write there: {error.strerror}")
     from scaler_triton.demo.show import show
 
+    if requested_backend() is None:
+        return 2
     return show(arguments.scaler, arguments.mode, arguments.optimizer, arguments.steps, picture)
 
 
@@ -73,6 +75,8 @@ def _prove(arguments: argparse.Namespace) -> int:
         return 0
     if name != "all" and name not in proofs.CASES:
         return complain(f"--prove {name}: no such case; one of {', '.join(proofs.CASES)}, list, all")
+    if requested_backend() is None:
+        return 2
     return proofs.prove(list(proofs.CASES.values()) if name == "all" else [proofs.CASES[name]])
 
 

@@ -331,7 +331,7 @@ def prove(cases: Sequence[Case]) -> int:
                 unexpected.append(f"UNEXPECTED: {case.name}: {text}")
     where = f" in all {len(cases)} cases" if len(cases) > 1 else ""
     if cases:
-        print("\n".join(unexpected) or f"As expected{where}: torch wrong, ours right.")
+        print(fitted("\n".join(unexpected) or f"As expected{where}: torch wrong, ours right.", sys.stdout))
     if missing:
         print(f"NOT RUN: {', '.join(missing)}: needs a GPU, and torch finds none")
     return NOT_RUN if not cases else 1 if unexpected else 0

@@ -16,6 +16,7 @@ from tabulate import tabulate
 from scaler_triton.cli.console import fitted, new_bar
 from scaler_triton.demo.launch import Answer, run_ranks
 from scaler_triton.demo.train import Config, Trace, load_library, train_alone, train_rank
+from scaler_triton.text import count_of
 
 SECONDS_TO_START, SECONDS_A_STEP = 120.0, 5.0  # far above what a slow machine takes: only a hang reaches them
 FULL_TABLE = 16  # runs with more steps show only the rows in which something happens
@@ -32,17 +33,17 @@ def show(scaler: str, mode: str, optimizer: str, steps: int, picture: Path) -> i
     """Train, report and return the exit status: 0 if every check holds."""
     config, note = place(Config(scaler, mode, optimizer, steps))
     kind = "GradScaler" if mode == "single" else "ShardedGradScaler"
-    ranks, who = ("1 rank", "it") if config.ranks == 1 else (f"{config.ranks} ranks", "every rank")
+    ranks = count_of(config.ranks, "rank")
     title = f"{kind} of {load_library(scaler)[0]}, {mode}, {optimizer}, {ranks}"
     bad = ", ".join(str(step + 1) for step in config.bad_shards)
-    print(f"{title}\n{note}\nsteps {bad}: an inf in one rank's gradients; {who} must skip them\n", flush=True)
+    print(f"{title}\n{note}\nsteps {bad}: an inf in the gradients of one rank; all must skip them\n", flush=True)
     answers = train_behind_bar(f"{ranks}, {mode}", train_rank, config, config.ranks)
     if not any(answer.error for answer in answers):
         answers += train_behind_bar("one process, to compare", train_alone, config, 1)
     if any(answer.error for answer in answers):
-        print("\nFAILED: the training did not come to its end", file=sys.stderr)
+        print("\nFAILED: the training did not finish", file=sys.stderr)
         for answer in answers:
-            print(fitted(f"rank {answer.rank}: {answer.error or 'came to its end'}", sys.stderr), file=sys.stderr)
+            print(fitted(f"rank {answer.rank}: {answer.error or 'finished'}", sys.stderr), file=sys.stderr)
         return 1
     *traces, reference = [answer.value for answer in answers]
     print(f"\n{steps_table(config, traces)}\n")
@@ -129,7 +130,7 @@ def save_plot(config: Config, ranks: Sequence[Trace], title: str, picture: Path)
 
 def judge(ranks: Sequence[Trace], reference: Trace) -> list[tuple[bool, str]]:
     """Return checks, each as whether it holds and a text: that the ranks agree, and did as the single process did."""
-    everywhere = "1 rank" if len(ranks) == 1 else f"all {len(ranks)} ranks"
+    everywhere = "both ranks" if len(ranks) == 2 else f"all {len(ranks)} ranks"
     off = [rank for rank, trace in enumerate(ranks) if not trace.enabled]  # would pass many of the other checks
     by_step = list(zip(*(trace.scales for trace in ranks), strict=True))
     split = [step for step, scales in enumerate(by_step) if len(set(scales)) > 1]
@@ -138,19 +139,22 @@ def judge(ranks: Sequence[Trace], reference: Trace) -> list[tuple[bool, str]]:
     pairs = [pair for trace in ranks for pair in enumerate(zip(trace.skipped, reference.skipped, strict=True), 1)]
     wrong = sorted({step for step, (skipped, right) in pairs if skipped != right})
     same = all(trace.scales == reference.scales for trace in ranks)
-    return [
-        (not off, f"the scaler is disabled on rank {_listed(off)}" if off else "the scaler is enabled"),
-        (False, f"the scales of the ranks split after step {split[0]}; at the end: {_listed(by_step[-1])}")
+    agreed = [
+        (False, f"the scales of the ranks split after step {split[0]}; after the last update: {_listed(by_step[-1])}")
         if split
         else (True, f"scales are bitwise equal on {everywhere}, at all {len(by_step) - 1} steps"),
         (False, f"optimizer step counts differ: {_listed(counts)}")
         if uneven
         else (True, f"optimizer step counts are equal on {everywhere}: {counts[0]}"),
+    ]
+    return [
+        (not off, f"the scaler is disabled on rank {_listed(off)}" if off else "the scaler is enabled"),
+        *(agreed if len(ranks) > 1 else []),
         (False, f"wrongly skipped or wrongly taken: step{'s' if len(wrong) > 1 else ''} {_listed(wrong)}")
         if wrong
         else (
             same,
-            f"{sum(reference.skipped)} bad steps were skipped, no other; scales {MATCH[same]} a single process",
+            f"exactly the {sum(reference.skipped)} bad steps were skipped; scales {MATCH[same]} a single process",
         ),
         _parameters_match(ranks, reference),
         _loss_fell(mean_losses(ranks)),

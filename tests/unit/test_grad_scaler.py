@@ -14,7 +14,7 @@ import torch
 from helpers import PLACES, Place, sgd, started, update, values
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, check, step
+from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, StepGuard, check, step
 from scaler_triton.integrations.unscaled import unscale_once
 from scaler_triton.policy import KEY, NO_LIMITS, Limits
 
@@ -131,12 +131,14 @@ def test_a_disabled_scaler_passes_everything_through() -> None:
     scaler.overflow_report()
 
 
-def test_disabled_for_want_of_cuda_it_warns_of_the_callers_line() -> None:
+@pytest.mark.parametrize(("cls", "text"), [(GradScaler, "able.  Disabling"), (StepGuard, "as in StepGuard")])
+def test_disabled_for_want_of_cuda_it_warns_of_the_callers_line(cls: Any, text: str) -> None:
     with (
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=True),
-        pytest.warns(UserWarning, match="CUDA is not available.  Disabling") as warned,
+        pytest.warns(UserWarning, match=text) as warned,
     ):
-        assert not GradScaler("cuda:0").is_enabled()
+        assert not cls("cuda:0").is_enabled()
+    assert len(warned) == 1
     assert warned[0].filename == __file__
 
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scaler_triton import torch_ops
 from scaler_triton.kernels.abi import OVERFLOWS
-from scaler_triton.torch_ops import InverseScale, is_plain
+from scaler_triton.torch_ops import is_plain
 
 SPECIALS = [None, math.nan, math.inf, -math.inf]
 
@@ -209,18 +209,14 @@ def test_the_inverse_is_rounded_once_and_kept_for_the_same_scale(scale: float, s
     given = torch.full(shape, scale)
     want = given.double().reciprocal().float().reshape(())
     assert_same(torch_ops.inverse(given).reshape(()), want)
-    kept = InverseScale()
-    assert kept.of(torch.tensor(8.0)).item() == 0.125
-    got = kept.of(given)
-    assert_same(got.reshape(()), want)
-    assert (kept.of(given.clone()) is got) is not math.isnan(scale)
+    got = torch_ops.inverse(given)
+    assert (torch_ops.inverse(given.clone()) is got) is not math.isnan(scale)
 
 
 @pytest.mark.parametrize("make", [lambda s: s.to("meta"), lambda s: torch.nn.Parameter(s, False)], ids=["meta", "own"])
 def test_the_inverse_of_what_python_cannot_read_is_an_op(make: Any) -> None:
-    kept = InverseScale()
-    got = kept.of(make(torch.tensor(4.0)))
-    assert (got.dtype, got.shape, kept.enlarges) == (torch.float32, (), True)  # as it may be
+    got = torch_ops.inverse(make(torch.tensor(4.0)))
+    assert (got.dtype, got.shape) == (torch.float32, ())
 
 
 def test_memory_is_the_tensors_own() -> None:

@@ -282,7 +282,7 @@ def test_a_replay_goes_by_the_numbers_that_were_set_or_loaded(place: Place, how:
     """A replay is what an update launches, launched again."""
     scaler, other = at(place, growth_interval=1), at(place, **{"growth_interval": 1, name: value})
     scales(scaler, bad=".")
-    home, counters = scaler._ours.home, scaler._ours.counters.values
+    updater, counters = scaler._ours.updater, scaler._ours.counters.values
     if how == "load":
         scaler.load_state_dict(other.state_dict())
     else:
@@ -291,8 +291,8 @@ def test_a_replay_goes_by_the_numbers_that_were_set_or_loaded(place: Place, how:
         scaler.set_limits(**{name: value}) if setter is None else setter(value)
     replayed = []
     for found in (0.0, 1.0, 1.0):
-        home.rows.status[:, 0] = found  # the flags of all optimizers
-        home.launch(home.scale, home.growth_tracker, 1)
+        updater.rows.status[:, 0] = found  # the flags of all optimizers
+        updater.launch(updater.scale, updater.growth_tracker, 1)
         replayed.append(scaler.get_scale())
     assert replayed == scales(other, bad=".xx")
     assert scaler._ours.counters.values is counters  # where the graph counts

@@ -76,15 +76,15 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("[math.nan, 1.0, 1.0, 0.0, 0.0]", "[math.nan, 1.0, 0.0, 0.0, 0.0]", "unit/check"),
     ],
     "scaler_triton/plan.py": [
-        ("not all(here) and all(map(call, compress(self._guards, here), compress(local, here)))", "not all(here)"),
+        ("not all(here) and all(map(call, compress(self._matchers, here), compress(local, here)))", "not all(here)"),
         ("known = known and layout.backend is not None", "pass"),
         ("partials[index] = local.detach() * terms", "partials[index] = local.detach()"),
         ("            check_gradient(grad, f\"the gradient of parameter {index}\")\n", "            pass\n"),
     ],
     "scaler_triton/passes.py": [
         ("if not divide or batch.is_partial:", "if not divide:"),
-        ("if layout.counters is not plan.marks.counters.values:", "if layout.counters is None:", "unit/report"),
-        ("if inverse else plan.inverse.enlarges):", "if inverse else False):", "unit/report"),
+        ("and layout.counters is not plan.marks.counters.values:", "and layout.counters is None:", "unit/report"),
+        ("if to_be_marked and abs(here.item()) > 1.0:", "if False:", "unit/report"),
     ],
     "scaler_triton/torch_ops.py": [
         ("* _LOW_SQUARE <= total.item() < math.inf", "* _LOW_SQUARE <= total.item()"),
@@ -100,8 +100,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("    increment_version((scale,))  # as torch's", "    pass  # as torch's"),
         ("if not limits.min_scale <= value <= limits.max_scale:", "if value > limits.max_scale:"),
         ("(strikes + bad) * (bad | keeps_strikes),", "strikes + bad,"),
-        ("        or home.counters is not ours.counters.values\n", ""),
-        ("not (captured or step.flag in home.rows.captured)", "True", "gpu/capture"),
+        ("        or updater.counters is not ours.counters.values\n", ""),
+        ("not (captured or step.flag in updater.rows.captured)", "True", "gpu/capture"),
         ("if step.reader is not None and not captured and", "if False and", "gpu/gpu"),
         ("        headroom.on(scale.device)[abi.CAP] = after.reshape(())\n", ""),
     ],
@@ -136,7 +136,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/ops.py": [
         ("found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))", "found_inf.copy_(flag)", "gpu/gpu"),
-        ("known is not None and known.guard(*scalars, *grads)", "known is not None", _LISTS),
+        ("known is not None and known.matches(*scalars, *grads)", "known is not None", _LISTS),
         ("known is not None and _known.pop(key, None) is known and", "known is not None and", _LISTS),
         (" or kernels().launch.capture_query(layout.device)():", ":", _LISTS),
     ],
