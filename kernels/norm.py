@@ -104,14 +104,7 @@ def _sum_squares(
 @triton.jit(
     do_not_specialize=["n_partials"], do_not_specialize_on_alignment=["scale_ptr", "found_inf_ptr", "totals_ptr"]
 )
-def _finish_kernel(
-    partial_ptr,
-    scale_ptr,
-    found_inf_ptr,
-    totals_ptr,
-    n_partials: tl.int64,
-    BLOCK_SIZE: tl.constexpr,
-):
+def _finish_kernel(partial_ptr, scale_ptr, found_inf_ptr, totals_ptr, n_partials: tl.int64, BLOCK_SIZE: tl.constexpr):
     acc = tl.zeros([BLOCK_SIZE], tl.float64)
     while n_partials > 0:  # whole blocks: without a mask a lane loads two numbers at once
         acc += tl.load(partial_ptr + tl.arange(0, BLOCK_SIZE))

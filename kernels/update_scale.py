@@ -87,14 +87,7 @@ def _within(scale, low, high):
 
 @triton.jit
 def _by_headroom(
-    scale,
-    cap,
-    measured_ptr,
-    headroom_ptr,
-    chosen,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BITS: tl.constexpr,
+    scale, cap, measured_ptr, headroom_ptr, chosen, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, BITS: tl.constexpr
 ):
     """The scale that leaves BITS powers of 2 above the largest gradient of the last good updates, at most the cap."""
     place = measured_ptr + _MEASURED_ROW * tl.arange(0, _ROWS)

@@ -341,12 +341,20 @@ def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report
 
     `step` ends a step even if it raises, and so does a check that failed if another check comes next; a `step` skips
     instead. Ranks that were only told of a failure may have returned, so those that raised count the step, too: their
-    counters stay equal.
+    counters stay equal. Other optimizers that were checked, and have not stepped yet, keep that over the update.
     """
+    registry, given = guard._ours.steps, {id(step) for step in steps}
     ended = (STEPPED, FAILED) if by_check else (STEPPED,)
-    over = [step for step in steps if step.phase in ended or (step.raised and step.phase in (UNSCALED, FAILED))]
+    divided = (UNSCALED, FAILED)
+    over = [step for step in steps if step.phase in ended or (step.raised and step.phase in divided)]
+    over += [step for step in steps if by_check and step.stale]
+    others = {key: step for key, step in registry.items() if id(step) not in given and type(step) is OptimizerStep}
+    waiting = {key: step for key, step in others.items() if step.phase in divided and not step.raised}
     try:
         if any(step["found_inf_per_device"] for step in over):
+            for key, step in waiting.items():
+                del registry[key]
+                step.stale = step.phase is UNSCALED
             guard.update()
     except Exception as error:
         for step in over:  # the other ranks check this one
@@ -354,6 +362,9 @@ def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report
         if not isinstance(error, SkipStreakError):  # which all ranks raise
             report()
         raise
+    finally:
+        registry.update(waiting)
+        registry.unfinished |= bool(waiting)
     for step in over:
         step.reset()
 

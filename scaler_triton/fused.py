@@ -61,12 +61,12 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     factor = None if not divides else scale.reshape(()) if scale.ndim else scale
     try:
         result = _step_with_scale(optimizer, inner, factor, found_inf, on_host, args, kwargs)
+        step.stepped(found_inf if flag is None else flag)
     except BaseException:
         # Its kernels may have divided some of the gradients; what was captured has not run yet.
         if divides or (step.captured and is_captured(scale)):
             step_failed(scaler, step, agreed=True)
         raise
-    step.stepped(found_inf if flag is None else flag)
     return result
 
 

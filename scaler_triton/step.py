@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from scaler_triton.update import Counters
 
 _FLAGS = "found_inf_per_device"
+_KEPT = 8  # how many are kept of what nothing says when it is no longer needed
 
 
 class Phase(Enum):
@@ -101,7 +102,8 @@ class OptimizerStep(dict[str, Any]):
         self.raised = False  # whether the last call of `step` raised, and nothing was checked since
         self.running = False  # whether `step` was called since the last update
         self.clipped: Sequence[OptimizerStep] = ()  # all that were clipped together since the last update, or FAILED so
-        self.stale = False  # whether a loss was scaled after the check of an UNSCALED or FAILED step
+        # Whether a loss was scaled after the check of an UNSCALED or FAILED step; a guard's: another step began anew.
+        self.stale = False
 
     def __reduce__(self) -> Any:
         return dict, ({"stage": self["stage"], _FLAGS: dict(self[_FLAGS])},)  # a copy is a plain state of torch's
@@ -122,7 +124,7 @@ class OptimizerStep(dict[str, Any]):
     def checked(self, flag: Flag, flags: Flags, *, divided: bool, by_step: bool = False) -> None:
         """Store the flag that the ranks agreed on after a check, which `divided` or only read; `by_step`: in `step`."""
         if flag is not self.flag:
-            self.earlier.append(self.flag)
+            self.earlier = [*self.earlier[1 - _KEPT :], self.flag]
         self.flag, self[_FLAGS], self.fresh = flag, flags, by_step
         if divided:
             self.raised = self.stale = False
@@ -289,7 +291,7 @@ class Steps(dict[Any, Any]):
             if step.phase is CARRIED:
                 step.keep()
             elif step["stage"] is UNSCALED_STAGE and step.phase in (UNSCALED, FAILED):
-                is_kept = not step.stale and (not for_guard or _guard_carries(step, steps))
+                is_kept = _guard_carries(step, steps) if for_guard else not step.stale
                 copied = torch.clone if step.phase is UNSCALED else torch.ones_like
                 step.kept = {device: copied(flag) for device, flag in step[_FLAGS].items() if is_kept}
                 if step.plan is not None:
@@ -378,8 +380,12 @@ class Steps(dict[Any, Any]):
         key = id(optimizer)
         try:
             handle: Callable[[], Any] = weakref.ref(optimizer, functools.partial(_forget, weakref.ref(self), key))
-        except TypeError:  # an object without weak references is kept as long as the scaler
+        except TypeError:  # an object without weak references is kept: the last few, as callers may make one a step
             handle = lambda: optimizer  # noqa: E731
+            held = [each for each in self.all() if each.handles and type(each.owner) is not weakref.ref]
+            for idle in [each for each in held if each.phase is READY and each is not step][:-_KEPT]:
+                for each in idle.handles:
+                    self.pop(each, None)
         step.handles[key] = handle
         if owns:
             step.owner = handle
@@ -392,19 +398,20 @@ def _forget(registry: weakref.ref[Steps], key: int, handle: Any) -> None:
     step = None if steps is None else steps.get(key)
     if steps is None or type(step) is not OptimizerStep or step.handles.get(key) is not handle:
         return
-    del steps[key]
+    del steps[key], step.handles[key]
     if step.owner is handle and (step[_FLAGS] or step["stage"] is not READY_STAGE):
+        step.plan, step.clipped = None, ()  # they hold its parameters
         steps["freed", id(step)] = step
 
 
 def _guard_carries(step: OptimizerStep, steps: Iterable[OptimizerStep]) -> bool:
     """Return whether a guard carries one of its unstepped steps over an update.
 
-    Its callers may never call `scale`, so it carries only what was clipped, and only if another step is over: otherwise
-    the whole batch may have been left out. A step that raised is never carried. One that FAILED is carried beside a
-    fused one: on the other ranks that one has returned and the rest is carried, whereas a plain one has raised there.
+    Its callers may never call `scale`, so it carries a step only if another one is over: otherwise the whole batch may
+    have been left out. A step that raised is never carried. One that FAILED is carried beside a fused one that was
+    clipped with it: on the other ranks that one has returned, too, whereas a plain one has raised there.
     """
-    if step.raised or not step.clipped:
+    if step.raised:
         return False
     if step.phase is FAILED:
         return any(each.phase is STEPPED and is_fused(each.owner()) for each in step.clipped)

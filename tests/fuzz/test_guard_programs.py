@@ -34,8 +34,9 @@ GRADIENTS = st.builds(
 class GuardSpecification(Specification):
     """A guard by its docstring: a scaler whose scale stays 1, and which skips spikes.
 
-    An update may be left out: what comes after a step, or after one that raised, begins the next one. A step that was
-    unscaled lasts over an update only if it was clipped, too, and then skips if its gradients are no longer finite.
+    An update may be left out: what comes after a step, or after one that raised, begins the next one, but leaves what
+    other optimizers have checked. An unscaled step lasts over an update if another step is over, and then skips if its
+    gradients are no longer finite.
     """
 
     allows_fp16 = True
@@ -65,11 +66,8 @@ class GuardSpecification(Specification):
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16=True)
 
     def clip_grad_norm_(self, optimizers: Sequence[Any], *args: Any, **kwargs: Any) -> Tensor:
-        self._begin_anew(optimizers)
-        norm = super().clip_grad_norm_(optimizers, *args, **kwargs)
-        for optimizer in optimizers:
-            self._per_optimizer_states[id(optimizer)]["clipped"] = True
-        return norm
+        self._begin_anew(optimizers, by_check=kwargs.get("parameters") is None)
+        return super().clip_grad_norm_(optimizers, *args, **kwargs)
 
     def _unscale_at_once(self, optimizers: Sequence[Any], chosen: Sequence[Tensor]) -> tuple[Tensor, bool]:
         self.is_joint = True
@@ -79,32 +77,36 @@ class GuardSpecification(Specification):
         return found
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        self._begin_anew([optimizer])
+        self._begin_anew([optimizer], by_check=False)
         if is_ready(self._per_optimizer_states[id(optimizer)]) and id(optimizer) not in self._carried:
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
     def _resume(self, optimizer: Any) -> None:
-        was_clipped = id(optimizer) in self._carried
-        if was_clipped:  # a batch may have come since, of which nothing has told
+        if id(optimizer) in self._carried:  # a batch may have come since, of which nothing has told
             bad = not all(gradient.to_dense().isfinite().all() for gradient in gradients_of(optimizer))
             self._carried[id(optimizer)] = self._carried[id(optimizer)] or bad
         super()._resume(optimizer)
-        if was_clipped:
-            self._per_optimizer_states[id(optimizer)]["clipped"] = True
 
     def _unstepped(self) -> dict[int, bool]:
         unstepped, states = super()._unstepped(), self._per_optimizer_states
         if all(state["stage"] is not OptState.STEPPED for state in states.values()):
             return {}  # the batch was left out
-        return {k: flag for k, flag in unstepped.items() if states[k].get("clipped") and not states[k].get("began")}
+        return {k: flag for k, flag in unstepped.items() if not states[k].get("began")}
 
-    def _begin_anew(self, optimizers: Sequence[Any]) -> None:
+    def _begin_anew(self, optimizers: Sequence[Any], *, by_check: bool = True) -> None:
         """Update if the last step of one of them is over, and none was made since."""
         states = {id(optimizer): self._per_optimizer_states[id(optimizer)] for optimizer in optimizers}
         over = {key: each for key, each in states.items() if each["stage"] is OptState.STEPPED or each.get("began")}
+        over |= {key: each for key, each in states.items() if by_check and each.get("overtaken")}
         if any(state["found_inf_per_device"] for state in over.values()):
+            others = {key: each for key, each in self._per_optimizer_states.items() if key not in states}
+            waiting = {k: s for k, s in others.items() if s["stage"] is OptState.UNSCALED and not s.get("began")}
+            for key, state in waiting.items():
+                del self._per_optimizer_states[key]
+                state["overtaken"] = True
             self.update()
+            self._per_optimizer_states.update(waiting)
         for key in over:
             self._per_optimizer_states.pop(key, None)
 

@@ -604,6 +604,7 @@ def test_parameters_and_step_are_freed_with_their_optimizer(kind: str) -> None:
     scaler, kept, freed = a_scaler(), optimizer_of(kind), optimizer_of(kind, math.inf)
     for optimizer in (kept, freed):
         scaler.step(Wrapper(optimizer))
+        assert [*scaler._ours.steps.open(optimizer).handles] == [id(optimizer)]  # not that of the freed wrapper
     scaler.update()
     assert scaler.overflow_report().bad
     parameter = weakref.ref(freed.param_groups[0]["params"][0])
@@ -700,7 +701,11 @@ def test_a_copy_of_a_state_is_one_of_torchs_and_once_carried_it_looks_fresh(copi
 @pytest.mark.parametrize("gradient", [8.0, math.inf])
 def test_the_flag_of_an_optimizer_that_is_freed_before_update_counts(gradient: float) -> None:
     scaler = a_scaler()
-    scaler.step(optimizer_of(gradient=gradient))
+    optimizer = optimizer_of(gradient=gradient)
+    parameter = weakref.ref(optimizer.param_groups[0]["params"][0])
+    scaler.step(optimizer)
+    del optimizer
+    assert parameter() is None
     scaler.update()
     assert scaler.get_scale() == (SCALE if gradient == 8.0 else SCALE / 2)
     assert not scaler._ours.steps
@@ -709,22 +714,23 @@ def test_the_flag_of_an_optimizer_that_is_freed_before_update_counts(gradient: f
         pickle.dumps(scaler)
 
 
-def test_an_optimizer_without_weak_references_is_kept_as_long_as_the_scaler() -> None:
+def test_the_last_optimizers_without_weak_references_are_kept() -> None:
     class Bare:
         __slots__ = ("param_groups",)
 
         def step(self) -> None:
             pass
 
-    scaler, seen = a_scaler(), set()
-    for count in range(1, 4):
-        bare = Bare()
-        bare.param_groups = optimizer_of(gradient=math.inf).param_groups
+    scaler, parameters = a_scaler(), []
+    for count in range(1, 16):
+        bare, gradient = Bare(), (math.inf, 1.0)[count % 2]
+        bare.param_groups = optimizer_of(gradient=gradient).param_groups
+        parameters.append(weakref.ref(bare.param_groups[0]["params"][0]))
         scaler.step(bare)
         scaler.update()
-        assert scaler.was_skipped(bare) is True
-        seen.add(id(bare))
-        assert len(seen) == len(scaler._ours.steps) == count  # no id is taken for another's
+        assert scaler.was_skipped(bare) is (gradient == math.inf)
+        assert len(scaler._ours.steps) == min(count, 9)
+    assert [parameter() is None for parameter in parameters] == [True] * 6 + [False] * 9
 
 
 @pytest.mark.parametrize("phase", PHASES)

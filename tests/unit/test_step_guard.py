@@ -109,14 +109,27 @@ def test_update_may_be_left_out(place: Place, how: str, updates: bool) -> None:
     assert guard.stats() == ScalerStats(updates=6 + updates, skipped=2, last_skip=5, spikes=1)
 
 
-def test_what_was_checked_and_not_stepped_is_checked_again() -> None:
-    """Without `scale` nothing says that another batch has begun: its gradients must not be taken for checked."""
-    guard, optimizer = StepGuard("cpu"), sgd([torch.ones(1)])
-    guard.unscale_(optimizer)
-    guard.update()
-    give(optimizer, NAN)
-    guard.step(optimizer)
-    assert guard.was_skipped(optimizer)
+@PLACES
+@pytest.mark.parametrize("bad", [NAN, 900.0])
+@pytest.mark.parametrize("updates", ["never", "batch", "step"])
+def test_what_was_unscaled_keeps_its_decision_while_others_begin_or_end(place: Place, bad: float, updates: str) -> None:
+    """As in a GAN, whose generator steps less often, with torch's clipping: that norm must not be judged."""
+    guard, rare, often = guard_on(place, spike_sigma=3.0, window=4), *(sgd([torch.ones(1)], place.device) for _ in "ab")
+    for number in (2.0, None, 2.0, None, 2.0, None, bad):
+        todo = [often] if number is None else [rare, often]
+        for optimizer in todo:
+            give(optimizer, 2.0 if optimizer is often else number)
+            guard.unscale_(optimizer)
+            optimizer.param_groups[0]["params"][0].grad.clamp_(max=1.0)
+        for optimizer in todo:
+            guard.step(optimizer)
+            if updates == "step" or (updates == "batch" and optimizer is often):
+                guard.update()
+    assert guard.was_skipped(rare)
+    give(rare, 2.0)
+    guard.unscale_(rare)
+    assert guard.stats().skipped == 1
+    assert guard.state_dict()[KEY]["windows"][0] == [2.0, 2.0, 2.0 if math.isnan(bad) else 900.0, 2.0]
 
 
 @PLACES
@@ -197,7 +210,8 @@ def test_a_step_before_a_checkpoint_is_loaded_counts_no_more() -> None:
 
 
 @PLACES
-def test_a_check_without_a_clip_is_over_with_the_update(place: Place) -> None:
+def test_a_check_is_over_with_the_update_where_no_other_step_is(place: Place) -> None:
+    """Without `scale` nothing says that another batch has begun: its gradients must not be taken for checked."""
     guard, optimizer = guard_on(place, spike_sigma=3.0, window=4), sgd([torch.ones(1)], place.device)
     for number, how in ((2.0, "step"), (2.0, "unscale_"), (200.0, "step")):
         give(optimizer, number)

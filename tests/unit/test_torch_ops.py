@@ -213,12 +213,6 @@ def test_the_inverse_is_rounded_once_and_kept_for_the_same_scale(scale: float, s
     assert (torch_ops.inverse(given.clone()) is got) is not math.isnan(scale)
 
 
-@pytest.mark.parametrize("make", [lambda s: s.to("meta"), lambda s: torch.nn.Parameter(s, False)], ids=["meta", "own"])
-def test_the_inverse_of_what_python_cannot_read_is_an_op(make: Any) -> None:
-    got = torch_ops.inverse(make(torch.tensor(4.0)))
-    assert (got.dtype, got.shape) == (torch.float32, ())
-
-
 def test_memory_is_the_tensors_own() -> None:
     tensor = torch.tensor([1.0, 2.0])
     memory = torch_ops.host_memory(tensor)

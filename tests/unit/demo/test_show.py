@@ -29,11 +29,7 @@ def moved(by: float) -> Any:
     [
         ([1], {"enabled": False}, "the scaler is disabled on rank 1"),
         ([1], {"scales": [8.0, 8.0, 4.0, 4.0, 2.0, 1.0, 2.0]}, "step 6; after the last update: 1, 2"),
-        (
-            [0, 1],
-            {"scales": [8.0, 8.0, 4.0, 4.0, 2.0, 1.0, 2.0]},
-            "skipped; scales do NOT match a single process",
-        ),
+        ([0, 1], {"scales": [8.0, 8.0, 4.0, 4.0, 2.0, 1.0, 2.0]}, "skipped; scales do NOT match a single process"),
         ([1], {"step_counts": (2,)}, "optimizer step counts differ: 3, 2"),
         ([0, 1], {"step_counts": (2, 3)}, "optimizer step counts differ: 2/3, 2/3"),
         ([0, 1], {"skipped": [False] * 3 + [True] * 2 + [False]}, "wrongly skipped or wrongly taken: step 2"),

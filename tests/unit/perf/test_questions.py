@@ -8,10 +8,10 @@ import torch
 
 from perf import bench_clip, bench_guard, bench_host, bench_launches, bench_passes, host_stub
 from perf.measure import Context, WrongResult
+from perf.subjects import Gradients, require_equal
 from scaler_triton import GradScaler
 
-QUICK = Context("cpu", quick=True)
-CLIP = GradScaler.clip_grad_norm_
+QUICK, CLIP = Context("cpu", quick=True), GradScaler.clip_grad_norm_
 
 
 def values(rows: Any) -> dict[tuple[str, str, str], float]:
@@ -52,13 +52,26 @@ def test_guards_beside_a_check_by_hand() -> None:
         (bench_passes, "ops.check_nonfinite", lambda grads, flag: None, "fp32: check sets the flag to 0.0"),
         (bench_clip, "GradScaler.clip_grad_norm_", lambda *args: CLIP(*args) * 1.001, "fp32: ours, to 0.5 of the norm"),
         (bench_guard, "spikes.Window.judge", lambda *args, **options: None, "bf16: skip spikes, too, spike: the step"),
+        (bench_host, "torch_ops.check", lambda *args: None, "MLP, 1, fused, an infinity: another state than torch's"),
         (bench_guard, "passes.clip_batch_", lambda *args: (None, False), "bf16: skip what is not finite, usual: grad"),
     ],
 )
 def test_what_is_wrong_is_refused(bench: Any, name: str, broken: Any, text: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(f"scaler_triton.{name}", broken)
-    with pytest.raises(WrongResult, match=f"10 x 64 {text}"):
+    with pytest.raises(WrongResult, match=text):
         list(bench.measure(QUICK))
+
+
+def test_one_wrong_bit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients, right = Gradients([3, 5]), GradScaler.update
+
+    def update(self: Any) -> None:
+        gradients.parameters[1].grad.view(torch.int32)[0] ^= 1
+        right(self)
+
+    monkeypatch.setattr(GradScaler, "update", update)
+    with pytest.raises(WrongResult, match="some list: another gradient 1 than torch's"):
+        require_equal("some list", gradients.parameters, "cpu")
 
 
 def test_torchs_launches_and_everyones_collectives_are_counted() -> None:
