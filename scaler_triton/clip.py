@@ -161,15 +161,16 @@ def _clip_at_once(
     size = 0 if refused or peers is None else len(peers.ranks)
     norm: Tensor | None = None
     for part in parts:
-        status = part.flag.status if size else None  # to be computed from the totals, by the first kernel or below
+        unwritten = part.flag.status if size else None  # until a kernel computes it from the totals, or `read_sums`
         for batch in part.batches:
             device = batch.layout.device
             here = device == totals.device
             local = totals if here else totals.to(device, non_blocking=device.type != "cpu")
             number = fp32_on(device, scale)
-            got, wrote = passes.clip_batch_(batch, number, local, request.max_norm, status if here else None, size)
-            norm, status = got if here else norm, None if wrote else status
-        if status is not None:
+            status = unwritten if here else None
+            got, wrote = passes.clip_batch_(batch, number, local, request.max_norm, status, size)
+            norm, unwritten = got if here else norm, None if wrote else unwritten
+        if unwritten is not None:
             part.flag.read_sums(totals)
         part.step.checked(part.flag, check.flags_on(scaler, part.flag, part.flags, part.plan, peers), divided=True)
     return torch_ops.norm_of(totals) if norm is None else norm, refused
