@@ -343,12 +343,14 @@ def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report
     instead. Ranks that were only told of a failure may have returned, so those that raised count the step, too: their
     counters stay equal. Other optimizers that were checked, and have not stepped yet, keep that over the update.
     """
-    registry, given = guard._ours.steps, {id(step) for step in steps}
     ended = (STEPPED, FAILED) if by_check else (STEPPED,)
     divided = (UNSCALED, FAILED)
     over = [step for step in steps if step.phase in ended or (step.raised and step.phase in divided)]
     over += [step for step in steps if by_check and step.stale]
-    others = {key: step for key, step in registry.items() if id(step) not in given and type(step) is OptimizerStep}
+    if not over:
+        return
+    registry, given = guard._ours.steps, {id(step) for step in steps}
+    others = {key: step for key, step in [*registry.items()] if id(step) not in given and type(step) is OptimizerStep}
     waiting = {key: step for key, step in others.items() if step.phase in divided and not step.raised}
     try:
         if any(step["found_inf_per_device"] for step in over):
