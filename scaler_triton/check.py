@@ -351,13 +351,23 @@ def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report
         return
     registry, given = guard._ours.steps, {id(step) for step in steps}
     others = {key: step for key, step in [*registry.items()] if id(step) not in given and type(step) is OptimizerStep}
-    waiting = {key: step for key, step in others.items() if step.phase in divided and not step.raised}
+    # One that is `running` was stepped, but another rank's check had failed: there it is over.
+    waiting = {
+        key: step
+        for key, step in others.items()
+        if step.phase in divided and not (step.raised or step.running) and step.owner() is not None
+    }
     try:
         if any(step["found_inf_per_device"] for step in over):
             for key, step in waiting.items():
                 del registry[key]
+                if step.plan is not None and not step.stale:
+                    step.plan.marks.carry()
                 step.stale = step.phase is UNSCALED
             guard.update()
+            for step in waiting.values():
+                if step.plan is not None:
+                    step.plan.marks.resume(step["found_inf_per_device"])
     except Exception as error:
         for step in over:  # the other ranks check this one
             step.reset()

@@ -407,11 +407,11 @@ def _forget(registry: weakref.ref[Steps], key: int, handle: Any) -> None:
 def _guard_carries(step: OptimizerStep, steps: Iterable[OptimizerStep]) -> bool:
     """Return whether a guard carries one of its unstepped steps over an update.
 
-    Its callers may never call `scale`, so it carries a step only if another one is over: otherwise the whole batch may
-    have been left out. A step that raised is never carried. One that FAILED is carried beside a fused one that was
-    clipped with it: on the other ranks that one has returned, too, whereas a plain one has raised there.
+    Its callers may never call `scale`, so it carries only what was clipped, and only if another step is over: otherwise
+    the whole batch may have been left out. A step that raised is never carried. One that FAILED is carried beside a
+    fused one that was clipped with it: on the other ranks that one has returned, too, but a plain one has raised there.
     """
-    if step.raised:
+    if step.raised or not step.clipped:
         return False
     if step.phase is FAILED:
         return any(each.phase is STEPPED and is_fused(each.owner()) for each in step.clipped)

@@ -16,7 +16,7 @@ from scaler_triton.dispatch import skip_tracing, stacklevel
 from scaler_triton.grad_scaler import GradScaler, Outputs
 from scaler_triton.policy import KEY, WINDOWS
 from scaler_triton.spikes import Guard
-from scaler_triton.step import STEPPED
+from scaler_triton.step import CARRIED, FAILED, STEPPED
 
 
 class StepGuard(GradScaler):
@@ -145,8 +145,8 @@ class StepGuard(GradScaler):
                 state_dict[KEY] = {**fields, "min_scale": 1.0, "max_scale": 1.0, "hysteresis": 1}
         super().load_state_dict(state_dict)
         for step in ours.steps.all():
-            if step.phase is STEPPED:
-                step.reset()  # its update would count in the loaded run
+            if step.phase in (STEPPED, CARRIED, FAILED) or step.raised or step.stale:
+                step.reset()  # it would count, or decide, in the loaded run
         assert ours.guard is not None
         ours.guard.restore(windows)
 

@@ -41,7 +41,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("self.carried, self.flag = self.flag, None", "self.carried = self.flag"),
         ("ones = {each: torch.ones(()", "ones = {each: torch.zeros(()"),
         ("is_kept = _guard_carries(step, steps) if for_guard else not", "is_kept = not", _GUARD),
-        ("    if step.raised:\n        return False\n", "", _GUARD),
+        ("    if step.raised or not step.clipped:", "    if not step.clipped:", _GUARD),
         ("            step._enter(CARRIED)\n", "            step._enter(UNSCALED)\n"),
         ("            or not all(map(is_, parameters, plan.parameters))\n", "", "unit/plan"),
         (" and owner is unwrap(optimizer):", ":"),
@@ -56,7 +56,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("device, by_norm=by_norm, measures=", "device, by_norm=False, measures="),
         ("    if scaler._ours.guard is not None:\n        check(", "    if False:\n        check(", _GUARD),
         ("            step.raised |= by_step\n", "            pass\n"),
-        ("if step.phase in divided and not step.raised}", "if False}", _GUARD),
+        ("if step.phase in divided and not (step.raised or", "if False and not (step.raised or", _GUARD),
         ("        scaler._ours.steps.unfinished = True\n", "", "unit/step"),
         ("is_divided = not divide and step.phase in (UNSCALED, CARRIED)", "is_divided = not divide", _HEADROOM),
         ("        guard.update()\n", "        pass\n", _GUARD),
@@ -113,7 +113,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/clip.py": [
         ("len(parts) > 1 and check.has_flag(scaler, part.flags, peers):", "len(parts) > 1:"),
         ("totals[OVERFLOWS] = 1.0  # nothing is clipped then", "pass"),
-        ("part.step.clipped = [each.step for each in parts]", "pass", "ranks/phases"),
+        ("part.step.clipped = [each.step for each in parts]", "pass", _GUARD),
     ],
     "scaler_triton/step_guard.py": [
         ("self._begin_anew(optimizer, by_check=False)", "pass"),
