@@ -238,7 +238,7 @@ def new_flag(scaler: GradScaler, step: OptimizerStep, divide: bool = True) -> Fl
     flag.clear(captured)
     if flag.measured is not None:
         is_divided = not divide and step.phase in (UNSCALED, CARRIED)
-        flag.measured.zero_()[MEASURED_AT] = 1.0 if is_divided else scale.reshape(())
+        flag.measured.zero_()[MEASURED_AT].fill_(1.0 if is_divided else scale.reshape(()))
     return flag
 
 

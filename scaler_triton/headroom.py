@@ -110,7 +110,7 @@ class HeadroomRule(OnDevice):
         flags = [getattr(step, "flag", None) for step in checked]  # other code may have put plain dicts there
         rows = [flag.measured.to(device)[None] for flag in flags if flag is not None and flag.measured is not None]
         row = torch.zeros(1, abi.MEASURED_ROW, dtype=torch.float64, device=device)
-        row[0, abi.MEASURED_AT] = 1.0
+        row[0, abi.MEASURED_AT].fill_(1.0)
         found = torch.cat([row, *rows])
         unscaled = found[:, abi.LARGEST] / found[:, abi.MEASURED_AT]
         row[0, abi.LARGEST] = torch.where(unscaled > 0, unscaled, 0.0).amax()  # NaN where nothing was measured yet
