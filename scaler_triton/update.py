@@ -191,7 +191,7 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
     if updater.on_host:
         found_inf = False
         for step in checked:
-            flag = step.flag if not exposed else _own_flag(step)
+            flag: Any = step.flag if not exposed else _own_flag(step)
             if flag is not None:
                 found_inf |= flag.is_set()
             else:
@@ -202,7 +202,7 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
         updater.policy.hold(numbers, limits)
     mask = 0
     for step in checked:
-        flag: Any = step.flag if not exposed else _own_flag(step)
+        flag = step.flag if not exposed else _own_flag(step)
         if not updater.by_kernel or flag is None or flag.rows is not updater.rows:
             _update_by_any_flag(ours, scale, tracker, checked, numbers)
             return
