@@ -11,6 +11,7 @@ others skip the step, and raise when they read the flag.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ from scaler_triton import gradients, passes, ranks
 from scaler_triton.dispatch import is_captured, is_capturing, usual_backend
 from scaler_triton.flag import Flag, FlagRows, Flags, HostCopy, as_flag, report_failure, sum_totals_, write_scales
 from scaler_triton.headroom import HeadroomRule
-from scaler_triton.kernels.abi import MEASURED_AT, SCALES, TOTALS
+from scaler_triton.kernels.abi import MEASURED_AT, OVERFLOWS, SCALES, SQUARES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.ranks import Ranks
@@ -77,15 +78,22 @@ class Ours:
 
 
 def check(
-    scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool = False, judge: bool = True
+    scaler: GradScaler,
+    step: OptimizerStep,
+    optimizer: Any,
+    *,
+    divide: bool,
+    by_step: bool = False,
+    resumes: bool = False,
 ) -> None:
     """Check an optimizer's gradients, divide them by the scale if asked to, and agree with the other ranks.
 
     A guard's are never divided, as its scale is 1; one that looks for spikes judges their norm, from the same pass,
-    unless it is not to `judge`. With `by_step` the call comes from `scaler.step`, which uses the flag at once.
+    unless this `resumes` a step: then ranks agree on what it has carried, too. With `by_step` the call comes from
+    `scaler.step`, which uses the flag at once.
     """
     ours, scale = scaler._ours, scaler._scale
-    by_norm = ours.by_norm and judge
+    by_norm = ours.by_norm
     step.outcome = None
     peers: Ranks | None = None
     try:
@@ -111,13 +119,18 @@ def check(
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
             flag.add(flags.values())
-        if peers is not None and not by_norm:
-            numbers = flag.numbers(scale)
+        if resumes:
+            flag.add(step.kept.values())
+            if by_norm:  # as of a rank that failed: no window remembers such a norm
+                totals[OVERFLOWS].clamp_(min=flag.found_inf)
+                totals[SQUARES].masked_fill_(flag.found_inf != 0, math.nan)
+        if peers is not None:
+            numbers = totals if by_norm else flag.numbers(scale)
     except BaseException as error:
         fail(scaler, step, optimizer, peers, by_norm=by_norm, tell=isinstance(error, Exception))
         raise
     try:
-        if by_norm:
+        if by_norm and not resumes:
             agree_on_norm(scaler, [part], totals, peers)
         elif peers is not None:
             flag.agree(numbers, peers)
@@ -259,7 +272,7 @@ def has_flag(scaler: GradScaler, checked: Flags, peers: Ranks | None) -> bool:
 def resume(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
     """Continue a CARRIED step. A guard looks at the gradients again: nothing tells it of a batch that came since."""
     if scaler._ours.guard is not None:
-        check(scaler, step, optimizer, divide=False, judge=False)
+        check(scaler, step, optimizer, divide=False, resumes=True)
     step.resume(is_captured(scaler._scale))
 
 
@@ -292,14 +305,17 @@ def fail(
 def ranks_that_wait(scaler: GradScaler, optimizers: Sequence[Any]) -> Ranks | None:
     """Return the ranks that wait for this one in the reduction of these optimizers, None if there are none.
 
-    Where there is no scale yet it is made: the others back off in `update`, and so must this rank.
+    Where there is no scale or window yet it is made: the others have one, and what comes later must be the same.
     """
+    peers = None
     with suppress(Exception):  # such as an illegal process_group, which fails on every rank
         peers = ranks.find(scaler._ours, parameters_of(*optimizers), scaler.process_group)
-        if peers is not None and (scaler._scale is None or scaler._growth_tracker is None):
-            scaler._lazy_init_scale_growth_tracker(_home_of(scaler, optimizers))
-        return peers
-    return None
+        if peers is not None:
+            if scaler._scale is None or scaler._growth_tracker is None:
+                scaler._lazy_init_scale_growth_tracker(_home_of(scaler, optimizers))
+            for optimizer in optimizers:
+                open_window(scaler, scaler._ours.steps.open(optimizer))
+    return peers
 
 
 def fail_early(scaler: GradScaler, optimizer: Any, *, by_step: bool) -> None:
@@ -309,7 +325,8 @@ def fail_early(scaler: GradScaler, optimizer: Any, *, by_step: bool) -> None:
         if peers is not None:
             step = scaler._ours.steps.open(optimizer)
             fail(scaler, step, optimizer, peers)
-            step.raised |= by_step
+            if by_step:
+                step.raised = step.running = True
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
@@ -341,42 +358,23 @@ def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report
 
     `step` ends a step even if it raises, and so does a check that failed if another check comes next; a `step` skips
     instead. Ranks that were only told of a failure may have returned, so those that raised count the step, too: their
-    counters stay equal. Other optimizers that were checked, and have not stepped yet, keep that over the update.
+    counters stay equal.
     """
-    ended = (STEPPED, FAILED) if by_check else (STEPPED,)
-    divided = (UNSCALED, FAILED)
+    ended, divided = ((STEPPED, FAILED) if by_check else (STEPPED,)), (UNSCALED, FAILED)
     over = [step for step in steps if step.phase in ended or (step.raised and step.phase in divided)]
     over += [step for step in steps if by_check and step.stale]
     if not over:
         return
-    registry, given = guard._ours.steps, {id(step) for step in steps}
-    others = {key: step for key, step in [*registry.items()] if id(step) not in given and type(step) is OptimizerStep}
-    # One that is `running` was stepped, but another rank's check had failed: there it is over.
-    waiting = {
-        key: step
-        for key, step in others.items()
-        if step.phase in divided and not (step.raised or step.running) and step.owner() is not None
-    }
     try:
         if any(step["found_inf_per_device"] for step in over):
-            for key, step in waiting.items():
-                del registry[key]
-                if step.plan is not None and not step.stale:
-                    step.plan.marks.carry()
-                step.stale = step.phase is UNSCALED
-            guard.update()
-            for step in waiting.values():
-                if step.plan is not None:
-                    step.plan.marks.resume(step["found_inf_per_device"])
+            with guard._ours.steps.set_aside(steps):
+                guard.update()
     except Exception as error:
         for step in over:  # the other ranks check this one
             step.reset()
         if not isinstance(error, SkipStreakError):  # which all ranks raise
             report()
         raise
-    finally:
-        registry.update(waiting)
-        registry.unfinished |= bool(waiting)
     for step in over:
         step.reset()
 

@@ -127,8 +127,8 @@ class Flag:
         return totals
 
     def agree(self, numbers: Tensor, peers: Ranks) -> None:
-        """Reduce the status to its maximum over the ranks, by one all-reduce; a sum if it measures."""
-        if self.measured is None:
+        """Reduce the status to its maximum over the ranks, by one all-reduce; a sum if the numbers are totals."""
+        if numbers is self.status:
             peers.reduce_(numbers, "MAX")
             self.summed_over = 0
         else:
@@ -181,6 +181,12 @@ class Flag:
     def last_found_inf(self) -> Tensor:
         """Return the tensor that holds the flag of the last step until the next one."""
         return self.rows.last_flags[self.row] if self.rows is not None and self.saved else self.found_inf
+
+    def save(self) -> None:
+        """Do as the updating kernel does: keep the flag of the last step, as later replays of a graph will."""
+        if self.rows is not None and self in self.rows.captured:
+            self.rows.last_flags[self.row].copy_(self.found_inf)
+            self.saved = True
 
     def _raise_if_apart(self, values: Any) -> None:
         """Raise if the agreed status shows a failed rank or different scales."""

@@ -267,15 +267,13 @@ class GradScaler(torch.amp.GradScaler):
         if scale.is_cuda and not is_fused and is_capturing():
             raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
         step = steps.open(optimizer)
-        was_checked = False
-        if step.phase is not READY:
-            was_checked = step.phase is UNSCALED
-            if step.phase is CARRIED:
-                resume(self, step, optimizer)
-            if step.phase is STEPPED:
-                raise RuntimeError("step() has already been called since the last update().")
+        before = step.phase
+        if before is STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
         step.raised, step.fresh, step.running = False, False, True
         try:
+            if before is CARRIED:
+                resume(self, step, optimizer)
             if step.phase is FAILED:
                 if is_fused:
                     fused.remove_scale(optimizer, step.owner())
@@ -299,7 +297,7 @@ class GradScaler(torch.amp.GradScaler):
                 step.stepped(step.outcome)
         except BaseException as error:
             step.raised = steps.unfinished = True
-            if was_checked and isinstance(error, PeerFailedError):
+            if before is UNSCALED and isinstance(error, PeerFailedError):
                 step.peer_failed()
             raise
         return result
@@ -431,13 +429,16 @@ class GradScaler(torch.amp.GradScaler):
         def repeat() -> Iterator[int]:
             for attempt in range(1, most + 1):
                 steps = self._ours.steps  # the body may assign another registry
-                before = steps.outcome(optimizer)
+                step, before = steps.open(optimizer), steps.outcome(optimizer)
                 if isinstance(before, bool):  # as a tensor it differs from that of a step in the body
                     before = torch.tensor(before, device="cpu")
-                steps.open(optimizer).outcome = before
+                held, step.outcome = step.outcome, before
                 yield attempt
-                outcome = self._ours.steps.open(optimizer).outcome
-                if outcome is None or outcome is before or not self.was_skipped(optimizer):
+                step = self._ours.steps.open(optimizer)
+                if step.outcome is before:
+                    step.outcome = held  # a graph that the body has replayed may have written it
+                    return
+                if step.outcome is None or not self.was_skipped(optimizer):
                     return
 
         return repeat()

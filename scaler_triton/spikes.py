@@ -108,9 +108,9 @@ class Window:
         norms = torch.where(is_held, ring.take((place + (count - n)) % length), 0.0)  # oldest first
         mean = _sum(norms) / n
         apart = torch.where(is_held, norms - mean, 0.0)
-        deviation = (_sum(apart * apart) / (n - 1)).sqrt()
+        deviation = _sqrt(_sum(apart * apart) / (n - 1))
         limit = mean + sigma * torch.maximum(deviation, 1e-3 * mean)
-        norm = totals[abi.SQUARES].sqrt()
+        norm = _sqrt(totals[abi.SQUARES])
         is_finite = norm < math.inf
         is_spike = is_finite & (n >= max(2, length // 2)) & (norm > limit)
         counters[abi.SPIKES].add_(is_spike.long() if first else is_spike.long() - was_spike.long())
@@ -152,3 +152,10 @@ def _sum(values: Tensor) -> Tensor:
     while values.dim():
         values = values.sum(-1)
     return values
+
+
+def _sqrt(number: Tensor) -> Tensor:
+    """Return the square root as IEEE 754 rounds it: torch's on the CPU is one bit off for one number in a hundred."""
+    if number.is_cpu and type(number) is Tensor:
+        return torch.tensor(math.sqrt(number.item()), dtype=torch.float64, device="cpu")
+    return number.sqrt()

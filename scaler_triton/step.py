@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -285,13 +286,17 @@ class Steps(dict[Any, Any]):
         self.unfinished = self.scaled = False
 
     def keep_unstepped(self, *, for_guard: bool = False) -> None:
-        """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set."""
+        """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set.
+
+        A guard's callers may never call `scale`: if no optimizer was stepped, the whole batch may have been left out.
+        """
         steps = self.all()
+        is_left_out = for_guard and not any(step.running for step in steps)
         for step in steps:
             if step.phase is CARRIED:
                 step.keep()
             elif step["stage"] is UNSCALED_STAGE and step.phase in (UNSCALED, FAILED):
-                is_kept = _guard_carries(step, steps) if for_guard else not step.stale
+                is_kept = not (is_left_out or step.running) if for_guard else not step.stale
                 copied = torch.clone if step.phase is UNSCALED else torch.ones_like
                 step.kept = {device: copied(flag) for device, flag in step[_FLAGS].items() if is_kept}
                 if step.plan is not None:
@@ -313,6 +318,32 @@ class Steps(dict[Any, Any]):
                     step.kept = kept
                     step._enter(CARRIED)
                     self.unfinished = True
+
+    @contextmanager
+    def set_aside(self, given: Sequence[OptimizerStep]) -> Iterator[None]:
+        """Leave an update that ends `given` steps to those, and to others that are over; checked ones wait outside.
+
+        These are stale then: if another check comes before their step, that was left out.
+        """
+        waiting = {
+            key: step
+            for key, step in [*self.items()]
+            if type(step) is OptimizerStep and step.phase in (UNSCALED, FAILED) and not step.running
+            if step.owner() is not None and not any(step is each for each in given)
+        }
+        for key, step in waiting.items():
+            del self[key]
+            if step.plan is not None and not step.stale:
+                step.plan.marks.carry()
+            step.stale = step.phase is UNSCALED
+        try:
+            yield
+            for step in waiting.values():
+                if step.plan is not None:
+                    step.plan.marks.resume(step[_FLAGS])
+        finally:
+            self.update(waiting)
+            self.unfinished |= bool(waiting)
 
     def replaced_by(self, states: Mapping[Any, Any]) -> Steps:
         """Return the registry for assigned `states`: `states` itself if it is one; this one stays as it is.
@@ -402,20 +433,6 @@ def _forget(registry: weakref.ref[Steps], key: int, handle: Any) -> None:
     if step.owner is handle and (step[_FLAGS] or step["stage"] is not READY_STAGE):
         step.plan, step.clipped = None, ()  # they hold its parameters
         steps["freed", id(step)] = step
-
-
-def _guard_carries(step: OptimizerStep, steps: Iterable[OptimizerStep]) -> bool:
-    """Return whether a guard carries one of its unstepped steps over an update.
-
-    Its callers may never call `scale`, so it carries only what was clipped, and only if another step is over: otherwise
-    the whole batch may have been left out. A step that raised is never carried. One that FAILED is carried beside a
-    fused one that was clipped with it: on the other ranks that one has returned, too, but a plain one has raised there.
-    """
-    if step.raised or not step.clipped:
-        return False
-    if step.phase is FAILED:
-        return any(each.phase is STEPPED and is_fused(each.owner()) for each in step.clipped)
-    return any(each.phase is STEPPED for each in steps)
 
 
 def _has_no_owner(state: Any) -> bool:

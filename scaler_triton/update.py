@@ -220,10 +220,17 @@ def _own_flag(step: Any) -> Flag | None:
     return step.own_flag() if hasattr(step, "own_flag") else None
 
 
+def _save_flags(checked: Sequence[Any]) -> None:
+    for step in checked:
+        if (flag := _own_flag(step)) is not None:
+            flag.save()
+
+
 def _update_by_any_flag(ours: Ours, scale: Tensor, tracker: Tensor, checked: Sequence[Any], numbers: Numbers) -> None:
     """Update where no kernel does it, or not all flags are the scaler's own."""
     updater: Any = ours.updater
     headroom = ours.headroom
+    _save_flags(checked)
     flag = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), updater.device)
     measured = None if headroom is None else headroom.measured_by(checked, updater.device)
     if not updater.by_kernel:
@@ -251,6 +258,7 @@ def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> Non
     if not low <= policy.as_fp32(number) <= high:
         raise ValueError(f"new_scale must be in [min_scale, max_scale], [{low}, {high}], got {new_scale!r}")
     if checked:  # as an update that changes neither scale nor tracker
+        _save_flags(checked)
         counters = ours.counters.on(scale.device)
         found_inf = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), scale.device)
         counters.copy_(_counted(counters, found_inf != 0, scale, scale, keeps_strikes=True))

@@ -13,11 +13,7 @@ from scaler_triton.step import CARRIED, FAILED, UNSCALED, parameters_of
 def unscale_once(scaler: Any, optimizer: Any) -> None:
     """Call `unscale_` unless the gradients were unscaled in this step, or before the last update."""
     if scaler._enabled and not is_unscaled(scaler, optimizer):
-        try:
-            scaler.unscale_(optimizer)
-        finally:  # a guard keeps it over the update of another optimizer, as frameworks clip or step after it
-            step = scaler._ours.steps.open(optimizer)
-            step.clipped = step.clipped or [step]
+        scaler.unscale_(optimizer)
 
 
 def is_unscaled(scaler: Any, optimizer: Any) -> bool:

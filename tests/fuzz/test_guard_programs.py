@@ -35,7 +35,7 @@ class GuardSpecification(Specification):
     """A guard by its docstring: a scaler whose scale stays 1, and which skips spikes.
 
     An update may be left out: what comes after a step, or one that raised, begins the next, and leaves others' checks.
-    An unscaled step lasts over an update only if it was clipped, and then skips if its gradients are no longer finite.
+    An unscaled step lasts over an update if another was taken, and then skips if its gradients are no longer finite.
     """
 
     allows_fp16 = True
@@ -66,10 +66,7 @@ class GuardSpecification(Specification):
 
     def clip_grad_norm_(self, optimizers: Sequence[Any], *args: Any, **kwargs: Any) -> Tensor:
         self._begin_anew(optimizers, by_check=kwargs.get("parameters") is None)
-        norm = super().clip_grad_norm_(optimizers, *args, **kwargs)
-        for optimizer in optimizers:
-            self._per_optimizer_states[id(optimizer)]["clipped"] = True
-        return norm
+        return super().clip_grad_norm_(optimizers, *args, **kwargs)
 
     def _unscale_at_once(self, optimizers: Sequence[Any], chosen: Sequence[Tensor]) -> tuple[Tensor, bool]:
         self.is_joint = True
@@ -85,19 +82,16 @@ class GuardSpecification(Specification):
         return super().step(optimizer, *args, **kwargs)
 
     def _resume(self, optimizer: Any) -> None:
-        was_clipped = id(optimizer) in self._carried
-        if was_clipped:  # a batch may have come since, of which nothing has told
+        if id(optimizer) in self._carried:  # a batch may have come since, of which nothing has told
             bad = not all(gradient.to_dense().isfinite().all() for gradient in gradients_of(optimizer))
             self._carried[id(optimizer)] = self._carried[id(optimizer)] or bad
         super()._resume(optimizer)
-        if was_clipped:
-            self._per_optimizer_states[id(optimizer)]["clipped"] = True
 
     def _unstepped(self) -> dict[int, bool]:
         unstepped, states = super()._unstepped(), self._per_optimizer_states
-        if all(state["stage"] is not OptState.STEPPED for state in states.values()):
+        if all(state["stage"] is not OptState.STEPPED and not state.get("began") for state in states.values()):
             return {}  # the batch was left out
-        return {k: flag for k, flag in unstepped.items() if states[k].get("clipped") and not states[k].get("began")}
+        return {key: flag for key, flag in unstepped.items() if not states[key].get("began")}
 
     def _begin_anew(self, optimizers: Sequence[Any], *, by_check: bool = True) -> None:
         """Update if the last step of one of them is over, and none was made since."""

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import WAYS, assert_all_same, assert_same, parameters, sgd, started, take_step, values
+from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler, ops
 from scaler_triton.torch_ops import kept_constants
@@ -113,7 +114,10 @@ def eager_and_captured(how: str, **options: Any) -> tuple[Run, Run, Callable[[],
     return eager, graphed, graphed.captured()
 
 
-@pytest.mark.parametrize("options", [{}, {"scale_policy": "headroom", "headroom_window": 5}], ids=["torch", "headroom"])
+HEADROOM: dict[str, Any] = {"scale_policy": "headroom", "headroom_window": 5}
+
+
+@pytest.mark.parametrize("options", [{}, HEADROOM, HEADROOM | {"backend": "torch"}], ids=["probe", "headroom", "torch"])
 @pytest.mark.parametrize(("how", "mixed"), [*((way, False) for way in WAYS), ("step", True), ("unscale_", True)])
 def test_replayed_steps_equal_eager_ones_through_overflows(how: str, mixed: bool, options: dict[str, Any]) -> None:
     """Also if every third one is no replay: each uses its own gradients, and all the same ring of exponents."""
@@ -269,6 +273,22 @@ def test_limits_and_checkpoints_take_effect_under_replay_and_replays_are_counted
                 assert scaler.get_scale() < 2.0**11  # by the numbers before it would have doubled twice
                 scaler.load_state_dict(saved)
     assert graphed.scaler.state_dict() == eager.scaler.state_dict()
+
+
+@pytest.mark.parametrize("how", ["set", "others' flag", "attempt"])
+def test_the_outcome_of_a_replay_is_known_whatever_was_called_before(how: str) -> None:
+    it = Static()
+    replay, state = it.capture(it.step), {"stage": OptState.STEPPED, "found_inf_per_device": {}}
+    for value in (math.inf, 8.0):
+        it.weight.grad.fill_(8.0)
+        it.scaler.step(it.optimizer)
+        if how == "others' flag":
+            state["found_inf_per_device"] = {it.weight.device: torch.zeros((), device="cuda")}
+            it.scaler._per_optimizer_states["others"] = state
+        it.scaler.update(*[8.0] if how == "set" else [])
+        for _ in it.scaler.attempts(it.optimizer) if how == "attempt" else [1]:
+            replay(value)
+        assert it.scaler.was_skipped(it.optimizer) is (value == math.inf)
 
 
 def test_an_update_outside_the_graph_of_its_step_and_one_in_a_graph_alone_clear_the_flag() -> None:

@@ -1,21 +1,17 @@
 """StepGuard over ranks: one bad or spiking gradient on one rank, and all of them skip, by one collective a step."""
 
 import math
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import WAYS
 from spike_rule import judged
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ranks import cases, models
 from ranks.cases import SIGMA, WINDOW, Fault, new_optimizer, new_scaler, said
-from ranks.test_failures import TOLD
-from scaler_triton import ScalerStats
 
 pytestmark = pytest.mark.distributed
 
@@ -117,68 +113,6 @@ def test_what_one_rank_meets_all_skip_and_have_never_seen(four, wrapper, name, c
 
 
 # Parameters by hand.
-
-
-def in_a_bare_loop(rank: int, name: str, how: str, bad_step: int, scales: bool) -> tuple[list[str], list[Any]]:
-    """In one step of a bare loop rank 1 cannot check its gradients, and all catch what is raised and go on."""
-    guard, params, errors, stepped = new_scaler("guard"), [cases.plain_param(4)], [], []
-    optimizer, loss = new_optimizer(name, params), torch.ones(())
-
-    def step() -> None:
-        if scales:
-            guard.scale(loss)
-        if how == "unscale_":
-            guard.unscale_(optimizer)
-        elif how == "clip" or (how == "clip there only" and number == bad_step):
-            guard.clip_grad_norm_(optimizer, 1.0)
-        guard.step(optimizer)
-
-    for number in range(5):
-        fails, before = (rank, number) == (1, bad_step), cases.digests(params)
-        params[0].grad = torch.ones(1).expand(4) if fails else torch.ones(4)
-        with cases.FirstOpFails() if fails and number == 0 else nullcontext():  # which makes the scale
-            errors.append(said(step))
-        stepped.append(cases.digests(params) != before)
-        if how == "clip there only" or number == 4:
-            guard.update()
-    return errors, [stepped, cases.windows(guard), guard.stats()]
-
-
-@pytest.mark.parametrize("scales", [False, True])
-@pytest.mark.parametrize("bad_step", [0, 2])
-@pytest.mark.parametrize("how", [*WAYS, "clip there only"])
-@cases.NAMES
-def test_a_check_that_fails_ends_its_step_in_a_loop_without_update(two, name, how, bad_step, scales):
-    (told, first), (failed, second) = two.run(in_a_bare_loop, name, how, bad_step, scales)
-    is_bad = [step == bad_step for step in range(5)]
-    assert [bool(error) for error in failed] == is_bad
-    assert [error.startswith(TOLD) for error in told] == [bad and name == "adamw" for bad in is_bad]
-    assert first == second == [[not bad for bad in is_bad], [[2.0] * WINDOW], ScalerStats(5, 1, 0, 0, 0, bad_step + 1)]
-
-
-def clipped_together(rank: int, name: str) -> tuple[list[list[bool]], Any]:
-    """In one batch the joint clip fails on rank 1, which goes on with steps and updates in turn, as the other does."""
-    guard, params, stepped = new_scaler("guard"), [cases.plain_param(4), cases.plain_param(4)], []
-    optimizers = [new_optimizer(name, [param]) for param in params]
-    for batch in range(3):
-        for param in params:
-            param.grad = torch.ones(4)
-        with cases.FirstOpFails() if (rank, batch) == (1, 1) else nullcontext():
-            said(guard.clip_grad_norm_, optimizers, 1.0)
-        before = [cases.digests([param]) for param in params]
-        for optimizer in optimizers:
-            said(guard.step, optimizer)
-            guard.update()
-        stepped.append([cases.digests([param]) != old for param, old in zip(params, before, strict=True)])
-    return stepped, guard.stats()
-
-
-@cases.NAMES
-def test_a_joint_clip_that_fails_on_one_rank_has_equal_steps_on_all(two, name):
-    """The first plain one's step raises on the other rank; a step after that checks its gradients itself."""
-    (first, stats), second = two.run(clipped_together, name)
-    assert (first, stats) == second
-    assert first == [[True, True], [False, name == "adamw"], [True, True]]
 
 
 def checked_before_a_joint_clip(rank: int) -> list[list[float]]:

@@ -135,28 +135,3 @@ def test_a_rank_whose_check_failed_joins_those_of_the_next_batch(two, how, kind)
         how == "only here" or (kind, how) == ("guard", "parameters"),
     )
     assert first[0] == 1.0 - (1 if waits else 2) * LEARNING_RATE * GRADIENT / scale
-
-
-def guarded_in_turn(rank: int, ends: str) -> list[float]:
-    """Rank 1 cannot clip a batch; the other optimizer steps, and the loop updates in every batch."""
-    guard, params = StepGuard("cpu"), [cases.plain_param(4) for _ in range(2)]
-    one, other = (new_optimizer("sgd", [param]) for param in params)
-    for batch in range(2):
-        _begin(guard, *params)
-        if (rank, batch) == (1, 0):
-            params[0].grad = torch.ones(1).expand(4)
-        with suppress(RuntimeError):
-            if batch == 0:
-                norm = guard.clip_grad_norm_([one, other] if ends == "together" else one, 100.0)
-            if batch or ends != "no step" or norm.isfinite():
-                guard.step(one)
-        if ends == "other" or batch:
-            guard.step(other)
-        guard.update()
-    return [each for param in params for each in cases.numbers(param)]
-
-
-@pytest.mark.parametrize("ends", ["no step", "other", "together"])
-def test_ranks_of_a_guard_stay_equal_after_a_clip_that_failed(two, ends):
-    first, second = two.run(guarded_in_turn, ends)
-    assert first == second

@@ -58,6 +58,15 @@ def test_decisions_are_numpys(place: Place) -> None:
 
 
 @PLACES
+def test_norms_have_the_same_bits_everywhere(place: Place) -> None:
+    run, draw = Judge(place), random.Random(1)
+    for _ in range(300 if place.backend == "torch" else 20):
+        run.totals[abi.SQUARES] = squares = draw.uniform(1.0, 1e6)
+        run.window.judge(run.totals, run.flag, run.counters, first=True)
+        assert run.window.norms()[-1] == math.sqrt(squares)
+
+
+@PLACES
 def test_a_step_that_is_judged_again_replaces_its_norm(place: Place) -> None:
     run = Judge(place, length=4)
     assert [run.judge(norm) for norm in (1.0, 1.0, 50.0)] == [False, False, True]

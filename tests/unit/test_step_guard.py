@@ -207,17 +207,6 @@ def test_a_step_before_a_checkpoint_is_loaded_counts_no_more() -> None:
 
 
 @PLACES
-def test_a_check_is_over_with_the_update_where_no_other_step_is(place: Place) -> None:
-    """Without `scale` nothing says that another batch has begun: its gradients must not be taken for checked."""
-    guard, optimizer = guard_on(place, spike_sigma=3.0, window=4), sgd([torch.ones(1)], place.device)
-    for number, how in ((2.0, "step"), (2.0, "unscale_"), (200.0, "step")):
-        give(optimizer, number)
-        getattr(guard, how)(optimizer)
-        guard.update()
-    assert (guard.was_skipped(optimizer), guard.stats().spikes) == (True, 1)
-
-
-@PLACES
 def test_a_check_that_is_made_again_judges_one_step(place: Place) -> None:
     guard, optimizer = guard_on(place, spike_sigma=3.0, window=4), sgd([torch.ones(1)], place.device)
     for _ in range(3):

@@ -24,7 +24,7 @@ class Mutant(NamedTuple):
 
 _CAPTURE = "gpu/capture"
 _LISTS = "unit/ops_lists"
-_GUARD = "unit/step_guard"
+_GUARD, _GUARD_RANKS = "unit/step_guard", "fuzz/guard_ranks"
 _HEADROOM, _HEADROOM_RANKS = "unit/headroom", "ranks/headroom"
 _BITS = "unit/kernels/spike"  # of the kernel and of torch's ops
 
@@ -40,8 +40,9 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            if step.phase is CARRIED:\n                step.keep()", "            if 0:\n                0"),
         ("self.carried, self.flag = self.flag, None", "self.carried = self.flag"),
         ("ones = {each: torch.ones(()", "ones = {each: torch.zeros(()"),
-        ("is_kept = _guard_carries(step, steps) if for_guard else not", "is_kept = not", _GUARD),
-        ("    if step.raised or not step.clipped:", "    if not step.clipped:", _GUARD),
+        ("is_kept = not (is_left_out or step.running) if for_guard else not", "is_kept = not", _GUARD),
+        ("not (is_left_out or step.running)", "not is_left_out", _GUARD_RANKS),
+        ("in (UNSCALED, FAILED) and not step.running\n", "in ()\n", _GUARD),
         ("            step._enter(CARRIED)\n", "            step._enter(UNSCALED)\n"),
         ("            or not all(map(is_, parameters, plan.parameters))\n", "", "unit/plan"),
         (" and owner is unwrap(optimizer):", ":"),
@@ -55,8 +56,11 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("weights = [1.0 / replicas[position] for", "weights = [1.0 for", "unit/clip"),
         ("device, by_norm=by_norm, measures=", "device, by_norm=False, measures="),
         ("    if scaler._ours.guard is not None:\n        check(", "    if False:\n        check(", _GUARD),
-        ("            step.raised |= by_step\n", "            pass\n"),
-        ("if step.phase in divided and not (step.raised or", "if False and not (step.raised or", _GUARD),
+        ("                step.raised = step.running = True\n", "                pass\n"),
+        ("            flag.add(step.kept.values())\n", "", _GUARD_RANKS),
+        ("totals[SQUARES].masked_fill_(flag.found_inf != 0, math.nan)", "pass", _GUARD_RANKS),
+        ("        if by_norm and not resumes:\n", "        if by_norm:\n", _GUARD),
+        ("                open_window(scaler, scaler._ours", "                (scaler, scaler._ours", _GUARD_RANKS),
         ("        scaler._ours.steps.unfinished = True\n", "", "unit/step"),
         ("is_divided = not divide and step.phase in (UNSCALED, CARRIED)", "is_divided = not divide", _HEADROOM),
         ("        guard.update()\n", "        pass\n", _GUARD),
@@ -94,8 +98,10 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/headroom.py": [
         ("max(largest, row[abi.LARGEST] / row[abi.MEASURED_AT])", "max(largest, row[abi.LARGEST])"),
+        ("row[0, abi.MEASURED_AT].fill_(1.0)", "row[0, abi.MEASURED_AT] = 1.0", _CAPTURE),
     ],
     "scaler_triton/update.py": [
+        ("        _save_flags(checked)\n        counters", "        counters", _CAPTURE),
         ("            tracker[0] = counters[abi.STRIKES] = 0\n", "            tracker[0] = 0\n"),
         ("        increment_version((scale,))  # as if", "        pass  # as if"),
         ("    increment_version((scale,))  # as torch's", "    pass  # as torch's"),
@@ -119,6 +125,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("self._begin_anew(optimizer, by_check=False)", "pass"),
     ],
     "scaler_triton/spikes.py": [
+        ("    if number.is_cpu and type", "    if False and type"),
         ("        if first:\n            enters", "        if True:\n            enters"),
         ("ring.take((place + (count - n)) % length)", "ring.take(place % length)", _BITS),
         ("is_spike = is_finite & (n", "is_spike = (n"),
@@ -142,6 +149,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         (" or kernels().launch.capture_query(layout.device)():", ":", _LISTS),
     ],
     "scaler_triton/grad_scaler.py": [
+        ("                    step.outcome = held  #", "                    pass  #", _CAPTURE),
         ("is_final = phase in (STEPPED, FAILED) or", "is_final = phase is STEPPED or", "unit/check"),
         ("(self, scale, tracker, checked, captured)", "(self, scale, tracker, checked, False)", _CAPTURE),
         ("            step.raised = steps.unfinished = True\n", "            step.raised = True\n", "unit/step"),
