@@ -30,7 +30,7 @@ from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.ranks import Ranks
 from scaler_triton.spikes import Guard
-from scaler_triton.step import CARRIED, FAILED, STEPPED, UNSCALED, OptimizerStep, Steps, parameters_of
+from scaler_triton.step import CARRIED, UNSCALED, OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import inverse
 from scaler_triton.update import Counters, DevicePolicy, LaggingCounters, SkipStreakError, Updater
 
@@ -356,13 +356,10 @@ def require_scale(scaler: GradScaler, name: str, optimizers: Sequence[Any], repo
 def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report, *, by_check: bool) -> None:
     """Begin the next step where a guard's caller has left out the update since the last one.
 
-    `step` ends a step even if it raises, and so does a check that failed if another check comes next; a `step` skips
-    instead. Ranks that were only told of a failure may have returned, so those that raised count the step, too: their
-    counters stay equal.
+    Ranks that were only told of a failure may have returned, so those that raised count the step, too: their counters
+    stay equal.
     """
-    ended, divided = ((STEPPED, FAILED) if by_check else (STEPPED,)), (UNSCALED, FAILED)
-    over = [step for step in steps if step.phase in ended or (step.raised and step.phase in divided)]
-    over += [step for step in steps if by_check and step.stale]
+    over = [step for step in steps if step.is_over(by_check=by_check)]
     if not over:
         return
     try:

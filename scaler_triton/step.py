@@ -122,6 +122,16 @@ class OptimizerStep(dict[str, Any]):
         if self.phase in (UNSCALED, FAILED) and not again:
             raise RuntimeError(f"unscale_() has already been called on this optimizer since the last update().{hint}")
 
+    def is_over(self, *, by_check: bool) -> bool:
+        """Return whether a guard's next check, or next step, is that of another batch, without an update in between.
+
+        `step` ends a step even if it raises. A check ends one whose check failed, which a step would skip, or whose
+        step was left out while another optimizer began anew.
+        """
+        if self.phase is STEPPED or (self.raised and self.phase in (UNSCALED, FAILED)):
+            return True
+        return by_check and (self.phase is FAILED or self.stale)
+
     def checked(self, flag: Flag, flags: Flags, *, divided: bool, by_step: bool = False) -> None:
         """Store the flag that the ranks agreed on after a check, which `divided` or only read; `by_step`: in `step`."""
         if flag is not self.flag:

@@ -113,6 +113,11 @@ def grads(optimizer: Any) -> list[float]:
     return [parameter.grad[0].item() for parameter in optimizer.param_groups[0]["params"]]
 
 
+def params_of(optimizer: Any) -> list[Any]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def values(optimizer: Any) -> list[float]:
     """Return the first element of each parameter."""
     return [parameter[0].item() for parameter in optimizer.param_groups[0]["params"]]
@@ -121,6 +126,32 @@ def values(optimizer: Any) -> list[float]:
 def sgd(grads: Sequence[Tensor | None], device: str = "cpu", **kwargs: Any) -> torch.optim.SGD:
     """Return SGD over one parameter a gradient."""
     return torch.optim.SGD(parameters(grads, device), lr=0.5, **kwargs)
+
+
+class Wrapper:
+    """As frameworks wrap an optimizer: its own step, everything else the inner one's."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.optimizer.step(*args, **kwargs)
+
+
+class Slotted:
+    """A wrapper that nothing can be set on, nor refer to weakly; its groups are those of the optimizer inside."""
+
+    __slots__ = ("optimizer",)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> Any:
+        return self.optimizer.step()
 
 
 WAYS = ("step", "unscale_", "clip")
@@ -157,6 +188,17 @@ def stepped(name: str = "AdamW", steps: int = 1, **options: Any) -> torch.optim.
         parameter.grad = torch.ones(3)
         optimizer.step()
     return optimizer
+
+
+EXTRAS: dict[str, Any] = {"min_scale": 0.25, "max_scale": 512.0, "hysteresis": 3, "max_consecutive_skips": 50}
+
+
+def trained(cls: type, **extras: Any) -> Any:
+    """Return a scaler after five updates, of which the second and the last overflowed."""
+    scaler = started(cls, "cpu", init_scale=64.0, growth_interval=2, **extras)
+    for bad in (False, True, False, False, True):
+        update(scaler, bad)
+    return scaler
 
 
 def update(scaler: Any, bad: bool) -> float:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from ranks.cases import digest, values_of
+from ranks.models import WIDTH, Net
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
-WIDTH, BATCH = 8, 8
+BATCH = 8
 SETTINGS = {"init_scale": 8.0, "growth_interval": 2}
 STEPS, BAD_STEPS = 6, (1, 4)
 SCALES = [8.0, 4.0, 4.0, 8.0, 4.0, 4.0]  # after each step: 1 and 4 overflow, and two good ones in a row double
@@ -60,17 +59,6 @@ def strictly(rank: int, case: Callable[..., Any], args: tuple[Any, ...], options
         return case(rank, *args, **options)
 
 
-class Net(nn.Module):
-    """A norm and two linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.norm(x))))
-
-
 def new_net(seed: int = 0) -> Net:
     torch.manual_seed(seed)
     return Net()
@@ -95,15 +83,6 @@ def guarded_batches(bad: int, factor: float, steps: int = STEPS) -> list[Tensor]
     """Return fp32 batches, the bad one times a factor: infinite, or `SPIKE`."""
     made = [batch.float() for batch in batches(bad=(), steps=steps)]
     return [batch * factor if step == bad else batch for step, batch in enumerate(made)]
-
-
-def wrap(name: str, net: nn.Module) -> nn.Module:
-    """Wrap a model for all ranks: "ddp", "fsdp1" or "fsdp2"."""
-    if name == "ddp":
-        return nn.parallel.DistributedDataParallel(net)
-    if name == "fsdp1":
-        return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
-    return shard(net, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def shard(net: nn.Module, mesh: Any) -> nn.Module:

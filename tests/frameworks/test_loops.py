@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from jobs import WIDTH, new_net, overflow, whole, wrap
+from jobs import WIDTH, new_net, overflow, whole
 from ranks.cases import new_optimizer
+from ranks.models import WRAPPERS
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -67,7 +68,7 @@ def train(rank: int | None, loop: str, wrapper: str, which: str, optimizer: str,
 
     `which` names the scaler. `clip` is "torch" for what such loops call, or "ours" for `scaler.clip_grad_norm_`.
     """
-    models = [new_net(seed) if rank is None else wrap(wrapper, new_net(seed)) for seed in (0, 1)]
+    models = [new_net(seed) if rank is None else WRAPPERS[wrapper](new_net(seed)) for seed in (0, 1)]
     numbers = {"init_scale": 8.0, "growth_interval": 400}
     scalers = [SCALERS[which]("cpu", **numbers) for _ in {turn.scaler for turn in LOOPS[loop]}]
     trained = [nn.ModuleList(models[each] for each in turn.trains) for turn in LOOPS[loop]]
@@ -130,13 +131,13 @@ def assert_equal(mine: Outcome, other: Outcome) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp1-full", "fsdp2"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
 @pytest.mark.parametrize("clip", ["torch", "ours"])
 def test_ranks_train_as_one_process_and_as_with_torchs_scaler(
     two: Callable[..., list[Any]], loop: str, wrapper: str, optimizer: str, clip: str
 ) -> None:
-    which = "ours-grad" if loop == "gan" and wrapper != "fsdp1" else "ours"
+    which = "ours-grad" if loop == "gan" and wrapper != "fsdp1-full" else "ours"
     mine, other = two(train, loop, wrapper, which, optimizer, clip)
     assert_equal(mine, other)
     assert mine.scales[:STEPS] == SCALES

@@ -95,7 +95,11 @@ def programs(draw: Any) -> Program:
         ways = [st.just(each) for each in (joint, [each.replace(" parameters", "") for each in how], *others)]
     batch = st.builds(Batch, *ways, gradients, place, st.booleans(), place, place)
     sigma, max_skips = draw(st.sampled_from([3.0, None])), draw(st.sampled_from([None, 0, 1]))
-    return Program(fused, sigma, max_skips, updates, leaves, draw(st.lists(batch, min_size=2, max_size=8)))
+    run = draw(st.lists(batch, min_size=2, max_size=8))
+    for number, each in enumerate(run):
+        if leaves and not (each.refused or each.dies) and draw(st.booleans()):
+            run[number] = each._replace(checks=["none"] * count)
+    return Program(fused, sigma, max_skips, updates, leaves, run)
 
 
 class Loop:

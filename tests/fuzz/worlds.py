@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from grads import parameters_of
-from helpers import bits
+from helpers import Wrapper, bits
 from hypothesis import note
 from hypothesis.errors import UnsatisfiedAssumption
 from hypothesis.stateful import RuleBasedStateMachine
@@ -28,19 +28,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 VARIANTS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 SHAPES = [(3,), (), (0,), (1,), (4, 5), (7, 1), (2, 3, 2, 2)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-
-
-class Wrapper:
-    """Stands for an optimizer, as Accelerate's does."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.optimizer.step(*args, **kwargs)
 
 
 class ParameterSpec(NamedTuple):

@@ -18,11 +18,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import PLACES, Place, flags, grads, sgd, started, values
-from test_foreign_code import Run, Wrapper, only
+from helpers import EXTRAS, PLACES, Place, Wrapper, flags, grads, params_of, sgd, started, values
+from test_foreign_code import Run
 from torch import Tensor
 
-from scaler_triton import GradScaler, ShardedGradScaler
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
+from scaler_triton.policy import KEY
 
 TINY = 2.0**-126
 SCALE = 4.0
@@ -78,13 +79,15 @@ def test_2_unknown_devices_are_refused_and_known_ones_normalised() -> None:
         assert scaler.get_scale() == 2.0
 
 
-@EACH
+@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler, StepGuard])
 @pytest.mark.parametrize("device", ["cuda:0", torch.device("cuda"), torch.device("cuda", 1)], ids=str)
 def test_2_of_a_cuda_device_only_its_type_counts(monkeypatch: pytest.MonkeyPatch, cls: type, device: Any) -> None:
     """Whether there is CUDA is asked for as torch asks, so that a test may answer for both."""
     common = torch.cuda.amp.common
     monkeypatch.setattr(common, "amp_definitely_not_available", lambda: True)
     text = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
+    if cls is StepGuard:
+        text = r"StepGuard is disabled: CUDA is not available. Name the device type, as in StepGuard\('cpu'\)"
     with pytest.warns(UserWarning, match=f"^{text}$") as warned:
         assert not cls(device).is_enabled()
     assert [each.filename for each in warned] == [__file__]
@@ -186,14 +189,17 @@ def gradients_of_a_fused_optimizer_that_came_only_after_unscaling(run: Run) -> A
     """It is torch's order of calls, in which gradients are unscaled by then: these are taken as they are."""
     optimizer, scaler = run.sgd(None, fused=True), run.started()
     scaler.unscale_(optimizer)
-    only(optimizer)[0].grad = run.full(8.0)
+    params_of(optimizer)[0].grad = run.full(8.0)
     scaler.step(optimizer)
     return values(optimizer)
 
 
-def test_13_extras_are_off_by_default() -> None:
-    assert set(GradScaler("cpu").state_dict()) == set(torch.amp.GradScaler("cpu").state_dict())
+def test_13_extras_are_off_by_default_and_state_has_one_more_key_once_one_is_on() -> None:
+    theirs = {*torch.amp.GradScaler("cpu").state_dict()}
+    assert {*GradScaler("cpu", min_scale=TINY, max_scale=torch.finfo(torch.float32).max).state_dict()} == theirs
     assert GradScaler("cpu").process_group is None
+    for name, value in EXTRAS.items():
+        assert {*GradScaler("cpu", **{name: value}).state_dict()} == {*theirs, KEY}
 
 
 @PLACES
@@ -231,7 +237,7 @@ def small_fp16_duplicates_in_a_sparse_gradient(run: Run) -> Any:
     grad = torch.sparse_coo_tensor(torch.zeros(1, 4, dtype=torch.int64), small, (3,), check_invariants=False)
     optimizer = sgd([grad], run.device)
     run.started()._check_inf_per_device(optimizer)
-    return only(optimizer)[0].grad._values().item()
+    return params_of(optimizer)[0].grad._values().item()
 
 
 # 18: a step that was unscaled, but not taken before the update, until the next loss is scaled.
@@ -256,7 +262,7 @@ def a_flag_that_was_kept(run: Run) -> Any:
     (flag,) = scaler._found_inf_per_device(optimizer).values()
     found = [flag.item()]
     scaler.update()
-    only(optimizer)[0].grad = run.full(1.0)
+    params_of(optimizer)[0].grad = run.full(1.0)
     scaler.unscale_(optimizer)
     return [*found, flag.item(), *flags(scaler, optimizer)]
 
@@ -296,7 +302,7 @@ def a_batch_after_a_step_that_failed(run: Run, gradient: float) -> Any:
     optimizer, scaler = run.sgd(), run.started()
     fail(scaler, optimizer)
     scaler.scale(run.full(1.0, ()))
-    only(optimizer)[0].grad.fill_(gradient)
+    params_of(optimizer)[0].grad.fill_(gradient)
     scaler.step(optimizer)
     scaler.update()
     return values(optimizer), scaler.get_scale()
@@ -307,7 +313,7 @@ def test_23_a_scale_that_an_interrupt_left_on_a_fused_optimizer_is_not_the_users
     fail(scaler, optimizer)
     optimizer.grad_scale = scaler._get_scale_async()  # type: ignore[attr-defined]
     scaler.scale(torch.ones(()))
-    only(optimizer)[0].grad = torch.tensor([8.0])
+    params_of(optimizer)[0].grad = torch.tensor([8.0])
     scaler.step(optimizer)
     assert values(optimizer) == DIVIDED
 

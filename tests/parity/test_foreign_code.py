@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PLACES, Place, assert_same
+from helpers import PLACES, Place, Slotted, assert_same, params_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
@@ -74,13 +74,9 @@ class Run:
         """End a step, and look at what it left."""
         scaler.step(optimizer)
         scaler.update()
-        self.look(scaler, only(optimizer))
+        self.look(scaler, params_of(optimizer))
         if hasattr(optimizer, "zero_grad"):
             optimizer.zero_grad()
-
-
-def only(optimizer: Any) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def sgd(parameters: Any) -> torch.optim.SGD:
@@ -260,7 +256,7 @@ def a_flag_that_is_passed_is_not_written(run: Run) -> None:
     for value in (math.inf, 4.0):
         optimizer = run.sgd(value)
         found = scaler._unscale_grads_(optimizer, inverse, flag, False)
-        run.note(*found.values(), *(p.grad for p in only(optimizer)))
+        run.note(*found.values(), *(p.grad for p in params_of(optimizer)))
     run.note(flag, len(scaler._per_optimizer_states))
     copy.deepcopy(scaler)  # torch refuses within a step
 
@@ -304,35 +300,19 @@ def a_hook_writes_into_scale_or_flag(run: Run, variant: Any) -> None:
     handle, scaler = register(hook), run.scaler()
     try:
         for _ in range(3):
-            scaler.scale(only(optimizer)[0].sum()).backward()
+            scaler.scale(params_of(optimizer)[0].sum()).backward()
             run.finish(scaler, optimizer)
     finally:
         handle.remove()
 
 
-# What is left as in torch: errors, parameters without a shape or a place.
+# What is left as in torch: an error, a run on fake tensors.
 
 
 @row("growth_factor", "backoff_factor")
 def a_factor_of_1(run: Run, variant: str) -> None:
     """Difference 2 is about other values."""
     run.error(lambda: run.base("cpu", **{variant: 1.0}))
-
-
-@row()
-def parameters_without_a_shape_yet(run: Run) -> None:
-    there, scaler = run.parameter(8.0), run.started()
-    scaler.unscale_(torch.optim.SGD([*nn.LazyLinear(3).parameters(), there], lr=1.0))
-    run.note(there.grad)
-
-
-@row(*itertools.product(("unscale_", "_check_inf_per_device"), ("first", "last")))
-def parameters_on_meta_have_no_flag_that_cannot_be_read(run: Run, variant: Any) -> None:
-    method, place = variant
-    parameters = [nn.Parameter(torch.zeros(3, device="meta")), run.parameter(8.0)]
-    optimizer, scaler = torch.optim.SGD(parameters if place == "first" else parameters[::-1], lr=1.0), run.started()
-    getattr(scaler, method)(optimizer)
-    run.note(*scaler._found_inf_per_device(optimizer).values())
 
 
 @row(False, True)
@@ -349,32 +329,6 @@ def a_fused_run_on_fake_tensors(run: Run, variant: bool) -> None:
 
 
 # Wrappers and containers.
-
-
-class Wrapper:
-    """As frameworks wrap an optimizer: its own step, everything else the inner one's."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.optimizer.step(*args, **kwargs)
-
-
-class Slotted:
-    """A wrapper that nothing can be set on, nor refer to weakly; its groups are those of the optimizer inside."""
-
-    __slots__ = ("optimizer",)
-    param_groups = property(lambda self: self.optimizer.param_groups)
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self) -> None:
-        self.optimizer.step()
 
 
 def by_its_flags(scaler: Any, wrapper: Slotted) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import params_of
 from rank_pool import BACKEND
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -116,10 +117,6 @@ def new_optimizer(name: str, params: Iterable[Any]) -> torch.optim.Optimizer:
     kind, _, variant = name.partition("-")
     classes = {each.__name__.lower(): each for each in vars(torch.optim).values() if isinstance(each, type)}
     return classes[kind](list(params), lr=LEARNING_RATE, **({variant: True} if variant else {}))
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def local_of(tensor: Tensor) -> Tensor:

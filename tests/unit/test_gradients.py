@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PLACES, Place, assert_same, flags, parameters, sgd, started
+from helpers import PLACES, Place, assert_same, flags, parameters, params_of, sgd, started
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,10 +59,6 @@ KINDS: dict[str, Callable[[], list[Tensor | None]]] = {
 
 def values(grad: Any) -> Tensor:
     return grad._values() if grad.is_sparse else grad
-
-
-def params_of(optimizer: Any) -> list[Any]:
-    return list(optimizer.param_groups[0]["params"])
 
 
 @PLACES

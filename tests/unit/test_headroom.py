@@ -109,8 +109,6 @@ def test_measuring_changes_no_bit(place: Place, how: str) -> None:
 def test_without_measuring_it_raises() -> None:
     with pytest.raises(RuntimeError, match="headroom.. needs measure=True"):
         GradScaler("cpu").headroom()
-    with pytest.raises(TypeError, match="measure must be True or False, got 1"):
-        GradScaler("cpu", measure=1)  # type: ignore[arg-type]
     assert "scaler/bits" not in GradScaler("cpu").metrics()
     assert not StepGuard("cpu")._ours.steps.measures
     assert ShardedGradScaler("cpu", measure=True)._ours.steps.measures

@@ -43,6 +43,7 @@ ARGUMENTS = [
     ("headroom_bits", -1, ValueError, r"must be an int in \[0, 30\]"),
     ("headroom_bits", 1.5, TypeError, "must be an int"),
     ("headroom_window", 0, ValueError, r"must be an int in \[1, 1024\]"),
+    ("measure", 1, TypeError, "must be True or False"),
 ]
 
 
@@ -109,14 +110,6 @@ def test_a_checkpoint_without_a_field_is_refused_and_changes_nothing(change: Any
     assert scaler.state_dict() == before
 
 
-def test_a_checkpoint_of_a_version_that_counted_no_spikes_is_loaded() -> None:
-    scaler, saved = GradScaler("cpu"), GradScaler("cpu", **EXTRAS).state_dict()
-    saved[KEY]["counters"] |= {"skipped": 3}
-    del saved[KEY]["counters"]["spikes"]
-    scaler.load_state_dict(saved)
-    assert (scaler.stats().skipped, scaler.stats().spikes) == (3, 0)
-
-
 @pytest.mark.parametrize("cls", [torch.amp.GradScaler, GradScaler])
 def test_a_guard_takes_no_scale_of_a_scalers_checkpoint(cls: Any) -> None:
     guard = StepGuard("cpu")
@@ -150,8 +143,6 @@ def test_bounds_are_fp32_numbers_within_which_a_scale_is_brought() -> None:
     scaler = started(GradScaler, "cpu", min_scale=0.3, max_scale=1.7)
     for bound in (0.3, 1.7):
         scaler.update(bound)
-    with pytest.raises(ValueError, match=r"^new_scale must be in \[min_scale, max_scale\], .*, got 1.8$"):
-        scaler.update(1.8)
 
 
 @pytest.mark.parametrize("make", [lambda **limits: GradScaler("cpu", **limits), NO_LIMITS.changed])

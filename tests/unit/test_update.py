@@ -188,11 +188,13 @@ def test_one_update_takes_the_flags_of_all_optimizers_wherever_they_are(place: P
 
 @PLACES
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
-def test_a_state_that_other_code_puts_in_counts(place: Place, kind: Any) -> None:
+def test_a_state_that_other_code_puts_in_counts_once(place: Place, kind: Any) -> None:
     scaler, found = at(place), {torch.device(place.device): torch.ones((), device=place.device)}
-    scaler._per_optimizer_states[0] = kind(stage=OptState.STEPPED, found_inf_per_device=found)
+    scaler._per_optimizer_states["a name"] = kind(stage=OptState.STEPPED, found_inf_per_device=found)
     scaler.update()
-    assert scaler.stats().skipped == 1
+    assert (scaler.get_scale(), scaler.stats().skipped) == (32.0, 1)
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
 
 
 BAD_SCALES: list[tuple[Any, type[Exception], str]] = [
