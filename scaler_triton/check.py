@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # Functions of ours that subclasses and objects may replace: a method's `__func__` is then none of these.
 OUR_METHODS: set[Any] = set()
-Report = Callable[[], None]  # joins the reductions in which the other ranks wait, after an error
+TellOthers = Callable[[], None]  # joins the reductions in which the other ranks wait, after an error
 
 
 class Ours:
@@ -88,9 +88,9 @@ def check(
 ) -> None:
     """Check an optimizer's gradients, divide them by the scale if asked to, and agree with the other ranks.
 
-    A guard's are never divided, as its scale is 1; one that looks for spikes judges their norm, from the same pass,
-    unless this `resumes` a step: then ranks agree on what it has carried, too. With `by_step` the call comes from
-    `scaler.step`, which uses the flag at once.
+    A guard's gradients are not divided, as its scale is 1. One that looks for spikes also judges their norm, from the
+    same pass; when it `resumes` a CARRIED step it does not, and the ranks agree on the carried flag, too. `by_step`:
+    called by `scaler.step`, which uses the flag at once.
     """
     ours, scale = scaler._ours, scaler._scale
     by_norm = ours.by_norm
@@ -127,7 +127,7 @@ def check(
         if peers is not None:
             numbers = totals if by_norm else flag.numbers(scale)
     except BaseException as error:
-        fail(scaler, step, optimizer, peers, by_norm=by_norm, tell=isinstance(error, Exception))
+        fail(scaler, step, optimizer, peers, tell=isinstance(error, Exception))
         raise
     try:
         if by_norm and not resumes:
@@ -199,7 +199,7 @@ def open_window(scaler: GradScaler, step: OptimizerStep) -> None:
     """
     ours, device = scaler._ours, scaler._scale.device
     if ours.guard is not None and ours.by_norm and (step.window is None or step.window.memory.device != device):
-        step.window = ours.guard.window(device, ours.steps.requested)
+        step.window = ours.guard.new_window(device, ours.steps.requested)
 
 
 def replicas_in(plan: GradPlan, peers: Ranks | None, model: nn.Module | None, *, guess: bool = False) -> list[int]:
@@ -259,13 +259,11 @@ def flags_on(scaler: GradScaler, flag: Flag, checked: Flags, plan: GradPlan, pee
     """Return the agreed flag on every device that needs it; none if there is none: step and update then raise."""
     if not has_flag(scaler, checked, peers):
         return {}
-    if [*checked] == plan.devices == [flag.device]:
-        return {flag.device: flag.found_inf}
     return flag.on_devices((*checked, *plan.devices) or (flag.device,))
 
 
 def has_flag(scaler: GradScaler, checked: Flags, peers: Ranks | None) -> bool:
-    """Return whether a check gives a flag: here, or where other ranks may have gradients, something was checked."""
+    """Return whether a check has a flag to give: this rank checked a gradient, or other ranks may have."""
     return bool(checked or peers) or (scaler._ours.sharded and ranks.is_in_a_group(scaler.process_group))
 
 
@@ -277,13 +275,7 @@ def resume(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
 
 
 def fail(
-    scaler: GradScaler,
-    step: OptimizerStep,
-    optimizer: Any,
-    peers: Ranks | None = None,
-    *,
-    by_norm: bool | None = None,
-    tell: bool = True,
+    scaler: GradScaler, step: OptimizerStep, optimizer: Any, peers: Ranks | None = None, *, tell: bool = True
 ) -> None:
     """After an error `tell` the other ranks, which wait in the reduction of a check; an interrupt is not reported.
 
@@ -295,7 +287,7 @@ def fail(
             step_failed(scaler, step)
     finally:  # even if that raises: the others wait in the reduction
         if told is not None:
-            by_norm = scaler._ours.by_norm if by_norm is None else by_norm
+            by_norm = scaler._ours.by_norm
             if by_norm:  # the others first sum what is Partial
                 with suppress(Exception):
                     gradients.reduce_(parameters_of(optimizer))
@@ -326,7 +318,7 @@ def fail_early(scaler: GradScaler, optimizer: Any, *, by_step: bool) -> None:
             step = scaler._ours.steps.open(optimizer)
             fail(scaler, step, optimizer, peers)
             if by_step:
-                step.raised = step.running = True
+                step.raised = step.began = True
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
@@ -338,7 +330,9 @@ def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False
         step.reset()
 
 
-def require_scale(scaler: GradScaler, name: str, optimizers: Sequence[Any], report: Report | None = None) -> None:
+def require_scale(
+    scaler: GradScaler, name: str, optimizers: Sequence[Any], tell_others: TellOthers | None = None
+) -> None:
     """Raise torch's error for a method that was called before `scale`, and report it; make the scale of a guard."""
     try:
         if scaler._ours.guard is None:
@@ -346,18 +340,18 @@ def require_scale(scaler: GradScaler, name: str, optimizers: Sequence[Any], repo
         else:
             scaler._lazy_init_scale_growth_tracker(_home_of(scaler, optimizers))
     except Exception:
-        if report is not None:
-            report()
+        if tell_others is not None:
+            tell_others()
         else:
             fail_early(scaler, optimizers[0], by_step=name == "step")
         raise
 
 
-def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report, *, by_check: bool) -> None:
+def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], tell_others: TellOthers, *, by_check: bool) -> None:
     """Begin the next step where a guard's caller has left out the update since the last one.
 
-    Ranks that were only told of a failure may have returned, so those that raised count the step, too: their counters
-    stay equal.
+    A rank whose check failed has raised, while the others may have returned; the step is counted on all of them, so
+    that their counters stay equal.
     """
     over = [step for step in steps if step.is_over(by_check=by_check)]
     if not over:
@@ -370,7 +364,7 @@ def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], report: Report
         for step in over:  # the other ranks check this one
             step.reset()
         if not isinstance(error, SkipStreakError):  # which all ranks raise
-            report()
+            tell_others()
         raise
     for step in over:
         step.reset()

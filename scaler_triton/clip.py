@@ -88,8 +88,8 @@ def _clip_scaled(
     scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None
 ) -> tuple[Tensor, bool]:
     """Unscale and clip; return the norm, and whether it must raise, so that nothing was clipped."""
-    report = partial(_fail_together, scaler, optimizers, request)
-    parts, peers = _open(scaler, optimizers, request, model, report)
+    tell_others = partial(_fail_together, scaler, optimizers, request)
+    parts, peers = _open(scaler, optimizers, request, model, tell_others)
     try:
         if request.at_once:
             for part in parts:
@@ -98,7 +98,7 @@ def _clip_scaled(
         else:
             read = _unscale_and_read(scaler, parts, request)
     except Exception:  # the other ranks wait in the norm's reduction
-        report()
+        tell_others()
         raise
     try:
         if request.at_once:
@@ -119,14 +119,14 @@ def _clip_scaled(
 
 
 def _open(
-    scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None, report: check.Report
+    scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None, tell_others: check.TellOthers
 ) -> tuple[list[Part], Ranks | None]:
     """Return the steps to be clipped, and the ranks that share their norm; an error is reported to these."""
     if scaler._scale is None or scaler._growth_tracker is None:
-        check.require_scale(scaler, "clip_grad_norm_", optimizers, report)
+        check.require_scale(scaler, "clip_grad_norm_", optimizers, tell_others)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
     if scaler._ours.guard is not None:
-        check.begin_anew(scaler, steps, report, by_check=request.chosen is None)
+        check.begin_anew(scaler, steps, tell_others, by_check=request.chosen is None)
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
     try:
@@ -138,7 +138,7 @@ def _open(
     except ValueError:  # a wrong argument raises on all ranks
         raise
     except Exception:
-        report()
+        tell_others()
         raise
     return list(map(Part, optimizers, steps, plans, replicas)), peers
 

@@ -31,7 +31,6 @@ Flags = dict[torch.device, Tensor]
 # an eighth of it.
 _ROUNDING = 2.0**-50
 
-
 # The binades in which ranks place their largest scaled gradient; the first and the last take all beyond, too.
 BINADES, LOWEST_BINADE = 64, -31
 PACKED = 3 + BINADES
@@ -85,7 +84,7 @@ class Flag:
         # Over how many ranks it was summed; 0: it is their maximum; None: no other ranks had to agree.
         self.summed_over: int | None = None
         self._copy = HostCopy()
-        self._copied = False  # whether that has the last check's
+        self._copied = False  # whether that copy is of the last check's status
         # On the CPU Python reads and writes the memory itself: an op costs twenty times as much.
         self._memory = host_memory(status) if status.is_cpu and type(status) is Tensor else None
 
@@ -183,7 +182,7 @@ class Flag:
         return self.rows.last_flags[self.row] if self.rows is not None and self.saved else self.found_inf
 
     def save(self) -> None:
-        """Do as the updating kernel does: keep the flag of the last step, as later replays of a graph will."""
+        """Save a flag that graphs write, as the updating kernel does: replays will, so it is read from there."""
         if self.rows is not None and self in self.rows.captured:
             self.rows.last_flags[self.row].copy_(self.found_inf)
             self.saved = True
@@ -343,7 +342,7 @@ class HostCopy:
 
         Before any has arrived it is the first `latest`. While a graph is captured nothing is started.
         """
-        for _ in range(0 if is_captured(source) else 2):  # the second time, what has arrived at once
+        for _ in range(0 if is_captured(source) else 2):  # twice: off CUDA the first copy has arrived already
             if source is self._source:
                 if not self.has_arrived():
                     break
@@ -353,9 +352,9 @@ class HostCopy:
 
 
 class OnDevice:
-    """Numbers that updates write: a list before the first one, then a tensor on the scale's device.
+    """Numbers that updates read or write: a list until `on` is first called, then a tensor on the scale's device.
 
-    It is the same tensor from update to update, as graphs write it.
+    It stays the same tensor on that device, as graphs hold its address.
     """
 
     dtype = torch.float64

@@ -48,7 +48,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     scale: Any = scaler._get_scale_async()
     exposed, step.fresh = scaler._ours.steps.exposed and not step.fresh, False
     flag, flags = step.own_flag() if exposed else step.flag, step["found_inf_per_device"]
-    # Other code may have summed it over ranks.
+    # Other code may have written it, such as a sum over ranks: make it 0 or 1 again.
     found_inf = any_flag(flags.values(), scale.device) if flag is None or exposed else flag.found_inf
     inner = step.owner()
     if isinstance(inner, SGD) and _skip_would_corrupt(inner) and found_inf.item():
@@ -58,7 +58,7 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     updater = scaler._ours.updater
     step.reader = stream_of(scale, scaler._ours.steps.requested)() if updater is None else updater.stream()
     on_host = not scale.is_cpu and _CPU in flags
-    factor = None if not divides else scale.reshape(()) if scale.ndim else scale
+    factor = (scale.reshape(()) if scale.ndim else scale) if divides else None
     try:
         result = _step_with_scale(optimizer, inner, factor, found_inf, on_host, args, kwargs)
         step.stepped(found_inf if flag is None else flag)
@@ -115,7 +115,7 @@ def _step_with_scale(
     each device without waiting, and their CPU kernels would read before the copy has arrived.
     """
     own = getattr(optimizer, "grad_scale", None)
-    if own is scale:  # an interrupt prevented its removal
+    if own is scale:  # left behind by an interrupted step
         own = None
     product = own if scale is None else scale if own is None else scale * own
     if on_host or not _only_reads(inner):

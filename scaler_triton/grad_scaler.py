@@ -44,7 +44,7 @@ _COUNTED = "_counted"  # in a pickle: what `Ours` holds, as plain numbers
 
 
 class _Limits:
-    """The limits of the scale, read only; unlike a property it lets a subclass have an attribute of that name."""
+    """The limits of the scale, read only; unlike a property, it leaves the name free for a subclass's attribute."""
 
     def __get__(self, scaler: GradScaler | None, owner: type | None = None) -> Any:
         return self if scaler is None else scaler._ours.limits
@@ -66,14 +66,15 @@ class GradScaler(torch.amp.GradScaler):
         init_scale: first scale, in [2^-126, fp32 max]; "measured", with `scale_policy="headroom"`: 1.
         growth_factor: > 1; factor after `growth_interval` updates without overflow.
         backoff_factor: in (0, 1); factor after an overflow.
-        growth_interval: steps, >= 1.
+        growth_interval: after how many updates without overflow the scale grows, >= 1.
         enabled: False makes every method a pass-through.
         process_group: the ranks that must agree, instead of those of the parameters' meshes.
         backend: "auto" (Triton for CUDA, torch elsewhere), "triton" or "torch"; None: the environment variable
             SCALER_TRITON_BACKEND, else "auto".
         min_scale: the smallest scale, including the first; None: 2^-126.
         max_scale: the largest scale, including the first; None: fp32 max.
-        hysteresis: >= 1; overflow number `hysteresis` and each later one back the scale off, until it is due to grow.
+        hysteresis: >= 1; the overflow of this number and those after it back the scale off. The count restarts when the
+            scale is due to grow.
         max_consecutive_skips: >= 0; if more updates in a row are skipped, `update` raises `SkipStreakError`, on all
             ranks at once and a few updates late. None: never.
         scale_policy: "probe" is torch's rule. "headroom" sets the scale by the largest gradient of the last good
@@ -251,8 +252,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises: torch's RuntimeError for a wrong order of calls and for a closure, AssertionError before the first
             `scale` or if there was no gradient to check; RuntimeError if another rank failed to check its gradients;
-            whatever `optimizer.step` raises. The call may be repeated then: it steps, or skips if a fused optimizer
-            was dividing when it raised, or another rank had failed. After another `scale` it belongs to the new loss.
+            whatever `optimizer.step` raises. It may then be called again: it steps, or skips if a fused optimizer may
+            have divided some gradients, or if another rank failed. After another `scale` it is for the new loss.
         """
         if not self._enabled:
             result: float | None = optimizer.step(*args, **kwargs)
@@ -270,7 +271,7 @@ class GradScaler(torch.amp.GradScaler):
         before = step.phase
         if before is STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        step.raised, step.fresh, step.running = False, False, True
+        step.raised, step.fresh, step.began = False, False, True
         try:
             if before is CARRIED:
                 resume(self, step, optimizer)
@@ -298,7 +299,7 @@ class GradScaler(torch.amp.GradScaler):
         except BaseException as error:
             step.raised = steps.unfinished = True
             if before is UNSCALED and isinstance(error, PeerFailedError):
-                step.peer_failed()
+                step.peer_failed()  # which clears `raised`: on the rank that failed, `step` has not raised
             raise
         return result
 
@@ -498,22 +499,22 @@ class GradScaler(torch.amp.GradScaler):
         self._ours.limits = self._ours.limits.changed(**changes)
         if "max_consecutive_skips" in changes:
             self._ours.lagging = LaggingCounters()
-        update.numbers_changed(self)
+        update.write_numbers(self)
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows: finite, >= 1, else ValueError or TypeError; 1 keeps the scale."""
         self._growth_factor = policy.check_number("growth_factor", new_factor, "new_factor")
-        update.numbers_changed(self)
+        update.write_numbers(self)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor that backs the scale off: in (0, 1], else ValueError or TypeError; 1 keeps the scale."""
         self._backoff_factor = policy.check_number("backoff_factor", new_factor, "new_factor")
-        update.numbers_changed(self)
+        update.write_numbers(self)
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set after how many updates without overflow the scale grows: >= 1, else ValueError or TypeError."""
         self._growth_interval = policy.check_number("growth_interval", new_interval, "new_interval")
-        update.numbers_changed(self)
+        update.write_numbers(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five fields; `{}` on a disabled scaler.
@@ -564,7 +565,7 @@ class GradScaler(torch.amp.GradScaler):
         for step in ours.steps.all():
             if step.plan is not None:
                 step.plan.marks.forget()  # they refer to another run's skips
-        update.numbers_changed(self)
+        update.write_numbers(self)
 
     # The names below are private to torch's class; frameworks and subclasses call, replace or write them.
 
@@ -631,7 +632,7 @@ class GradScaler(torch.amp.GradScaler):
                     step.flag.measured.copy_(measured)  # type: ignore[union-attr]
         except BaseException:
             if step.phase is FAILED and phase not in (UNSCALED, CARRIED):
-                step.look_again(phase)
+                step.undo_failed_look(phase)
             raise
         return step["found_inf_per_device"]
 

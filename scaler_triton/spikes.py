@@ -36,26 +36,26 @@ class Guard:
 
     def __init__(self, sigma: float | None, length: int, norms: Iterable[Sequence[float]] = ()) -> None:
         self.sigma, self.length = sigma, length
-        self.loaded = [*norms]  # for windows that are still to be made, in their order
+        self._loaded = [*norms]  # for windows that are still to be made, in their order
         # By id; those that steps still hold, in the order in which they were made, which is that of a checkpoint.
         self._windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
 
     def numbers(self) -> tuple[float | None, int, list[list[float]]]:
         """Return what makes an equal guard, with the norms of all windows; waits for the device."""
         held = [window.norms() for window in self._windows.values()]
-        return self.sigma, self.length, [*held, *map(list, self.loaded)]
+        return self.sigma, self.length, [*held, *map(list, self._loaded)]
 
     def restore(self, norms: Sequence[Sequence[float]]) -> None:
         """Replace the norms of the windows, in the order in which their optimizers were first checked."""
-        self.loaded = [*norms]
+        self._loaded = [*norms]
         for window in self._windows.values():
-            window.restore(self.loaded.pop(0) if self.loaded else [])
+            window.restore(self._loaded.pop(0) if self._loaded else [])
 
-    def window(self, device: torch.device, requested: str) -> Window:
+    def new_window(self, device: torch.device, requested: str) -> Window:
         """Return a new window on `device`."""
         made = Window(self.sigma or 0.0, self.length, device, requested)
-        if self.loaded:
-            made.restore(self.loaded.pop(0))
+        if self._loaded:
+            made.restore(self._loaded.pop(0))
         self._windows[id(made)] = made
         return made
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from scaler_triton.update import Counters
 
 _FLAGS = "found_inf_per_device"
-_KEPT = 8  # how many are kept of what nothing says when it is no longer needed
+# How many are kept where nothing tells when to let go: old flags of a step, optimizers without weak references.
+_KEPT = 8
 
 
 class Phase(Enum):
@@ -68,17 +69,18 @@ class OptimizerStep(dict[str, Any]):
     (1) FAILED if gradients had been written, if the error was reported to other ranks, or if the reduction failed.
     (2) FAILED for a fused optimizer that was to divide by itself: it is unknown which gradients it has divided.
     (3) But `clip_grad_norm_(parameters=...)` clips again; the phase stays.
-    (4) READY if `step` has raised: the loss belongs to another batch.
-    (5) CARRIED; READY if a loss was scaled since the check, as the gradients may be its own.
+    (4) READY if `step` has raised, except by (7): the loss belongs to another batch.
+    (5) CARRIED; READY if the gradients may be newer than the check: a loss was scaled since, or graphs that scale are
+        replayed. A guard's is READY if its `step` raised, or if no optimizer was stepped since the last update.
     (6) UNSCALED if a loss was scaled since the failure, as a loop does that has dropped the batch.
     (7) FAILED if the flag tells that another rank's check has, with all that were clipped together, as on that rank.
 
-    Other code may write "stage": the phase then follows it, in `Steps.open`.
+    Other code may write "stage": the phase follows at the next `scale`, or when the step is next looked up.
     """
 
     __slots__ = (
-        "captured", "carried", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome", "owner",
-        "phase", "plan", "raised", "reader", "running", "stale", "takes_scaler", "window",
+        "began", "captured", "carried", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome",
+        "owner", "phase", "plan", "raised", "reader", "stale", "takes_scaler", "window",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -91,18 +93,18 @@ class OptimizerStep(dict[str, Any]):
         self.flag: Flag | None = None  # the last check's
         self.carried: Flag | None = None  # that of a CARRIED step which went on, for what it measured
         self.window: Window | None = None  # the last norms, of a guard that looks for spikes
-        self.earlier: list[Flag | None] = []  # those of earlier checks in this step, which callers may still read
-        self.kept: Flags = {}  # what a CARRIED step is going to use
+        self.earlier: list[Flag | None] = []  # those of this step's earlier checks: callers may still read their rows
+        self.kept: Flags = {}  # copies of the flags that a CARRIED step will go by; the update may clear the originals
         # What `was_skipped` returns after the last step, or the flag to read it from; None: not stepped.
         self.outcome: bool | Flag | Tensor | None = None
         self.reader: int | None = None  # handle of the stream on which a fused step reads its flag
         self.function: Callable[[], Any] = _nobody  # returns a fused optimizer's `step`
         self.takes_scaler = False  # whether that takes the scaler as an argument, as older ones do
-        self.fresh = False  # whether the running `step` made the check, so that nobody can have changed the flag since
+        self.fresh = False  # whether this very `step` made the check, and has not used its flag: nobody has written it
         self.captured = False  # whether the check was recorded into a graph
-        self.raised = False  # whether the last call of `step` raised, and nothing was checked since
-        self.running = False  # whether `step` was called since the last update
-        self.clipped: Sequence[OptimizerStep] = ()  # all that were clipped together since the last update, or FAILED so
+        self.raised = False  # whether the last call of `step` raised, and no check or failure was recorded since
+        self.began = False  # whether `step` was called since the last update
+        self.clipped: Sequence[OptimizerStep] = ()  # all of the last clip since the update, even if it failed
         # Whether a loss was scaled after the check of an UNSCALED or FAILED step; a guard's: another step began anew.
         self.stale = False
 
@@ -182,14 +184,14 @@ class OptimizerStep(dict[str, Any]):
             if step.phase is UNSCALED:
                 step.failed(None)
 
-    def look_again(self, phase: Phase) -> None:
-        """Return to the phase before a look that FAILED: `step` checks again, as the other ranks do."""
+    def undo_failed_look(self, phase: Phase) -> None:
+        """Return to the phase before a check-only call that FAILED: `step` checks again, as the other ranks do."""
         self._enter(phase)
 
     def stepped(self, outcome: bool | Flag | Tensor) -> None:
         """Leave `step`."""
         self.outcome = outcome
-        if not self.running:  # the optimizer has called `update`
+        if not self.began:  # the optimizer has called `update`
             self.reset()
             return
         self.phase = STEPPED
@@ -201,7 +203,7 @@ class OptimizerStep(dict[str, Any]):
         self["stage"] = READY_STAGE
         self[_FLAGS] = {}
         self.earlier, self.kept = [], {}
-        self.reader, self.raised, self.stale, self.clipped, self.running = None, False, False, (), False
+        self.reader, self.raised, self.stale, self.clipped, self.began = None, False, False, (), False
 
     def adopt(self) -> None:
         """Follow a stage that other code has written."""
@@ -209,7 +211,7 @@ class OptimizerStep(dict[str, Any]):
         self.raised = False
 
     def own_flag(self) -> Flag | None:
-        """Return the flag, or None if it is not the one that the step holds, as other code had access."""
+        """Return the last check's flag if it is all that the step holds; None if other code has put in others."""
         flag, flags = self.flag, self[_FLAGS]
         is_held = flag is not None and len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         return flag if is_held else None
@@ -223,10 +225,10 @@ class Steps(dict[Any, Any]):
     def __init__(self, counters: Counters, requested: str) -> None:
         self.counters, self.requested = counters, requested  # the scaler's counters and the requested backend
         self.measures = False  # whether checks measure gradients
-        self.unfinished = False  # whether a step may be CARRIED, UNSCALED or FAILED: `scale` must look
+        self.unfinished = False  # whether a step may be CARRIED, UNSCALED or FAILED: `scale` and `update` must look
         self.exposed = False  # whether other code has seen the steps: it may write flags at any time
         self.replayed = False  # whether graphs may write gradients without a call of `scale`
-        self.scaled = False  # whether compiled code has scaled a loss, which `open` has not yet heard of
+        self.scaled = False  # set by a compiled `scale`, which cannot call `loss_scaled`: the next `open` does
 
     def __missing__(self, key: Any) -> OptimizerStep:
         step = self[key] = OptimizerStep()
@@ -280,7 +282,7 @@ class Steps(dict[Any, Any]):
         return list({id(step): step for step in [*self.values()] if type(step) is OptimizerStep}.values())
 
     def loss_scaled(self) -> None:
-        """Make a step READY that is CARRIED, or was divided when `step` raised; other divided ones become stale."""
+        """Make each step READY that is CARRIED or whose `step` raised; other UNSCALED and FAILED ones become stale."""
         for step in self.all():
             if step["stage"] is not step.phase.stage:
                 step.adopt()
@@ -288,27 +290,28 @@ class Steps(dict[Any, Any]):
                 flags = step[_FLAGS]  # a caller has checked the gradients since the update
                 step.reset()
                 step[_FLAGS] = flags
-            elif step.raised and step.phase in (UNSCALED, FAILED):
-                step.reset()
             elif step.phase in (UNSCALED, FAILED):
-                step.stale = True
-                step.kept = {}  # of an update that raised: the next one, which does not look, would carry it
+                if step.raised:
+                    step.reset()
+                else:
+                    step.stale = True
+                    step.kept = {}  # of an update that raised: the next one, which does not look, would carry it
         self.unfinished = self.scaled = False
 
     def keep_unstepped(self, *, for_guard: bool = False) -> None:
-        """Copy the flags of steps that will be CARRIED, as the update may clear them; a FAILED one's are set.
+        """Before an update, which may clear flags, copy those of steps that will be CARRIED; a FAILED one's are set.
 
-        A guard's callers may never call `scale`: if no optimizer was stepped, the whole batch may have been left out.
+        A guard's loop may never call `scale`: if no optimizer was stepped, the whole batch counts as left out.
         """
         steps = self.all()
-        is_left_out = for_guard and not any(step.running for step in steps)
+        is_left_out = for_guard and not any(step.began for step in steps)
         for step in steps:
             if step.phase is CARRIED:
                 step.keep()
             elif step["stage"] is UNSCALED_STAGE and step.phase in (UNSCALED, FAILED):
-                is_kept = not (is_left_out or step.running) if for_guard else not step.stale
+                is_kept = not (is_left_out or step.began) if for_guard else not step.stale
                 copied = torch.clone if step.phase is UNSCALED else torch.ones_like
-                step.kept = {device: copied(flag) for device, flag in step[_FLAGS].items() if is_kept}
+                step.kept = {device: copied(flag) for device, flag in step[_FLAGS].items()} if is_kept else {}
                 if step.plan is not None:
                     step.plan.marks.carry()
 
@@ -331,14 +334,14 @@ class Steps(dict[Any, Any]):
 
     @contextmanager
     def set_aside(self, given: Sequence[OptimizerStep]) -> Iterator[None]:
-        """Leave an update that ends `given` steps to those, and to others that are over; checked ones wait outside.
+        """Take steps that are checked, but not stepped, out of the registry during an update that ends `given` ones.
 
-        These are stale then: if another check comes before their step, that was left out.
+        UNSCALED ones come back stale: another check before their `step` means that the step was left out.
         """
         waiting = {
             key: step
             for key, step in [*self.items()]
-            if type(step) is OptimizerStep and step.phase in (UNSCALED, FAILED) and not step.running
+            if type(step) is OptimizerStep and step.phase in (UNSCALED, FAILED) and not step.began
             if step.owner() is not None and not any(step is each for each in given)
         }
         for key, step in waiting.items():

@@ -16,7 +16,6 @@ from scaler_triton.dispatch import skip_tracing, stacklevel
 from scaler_triton.grad_scaler import GradScaler, Outputs
 from scaler_triton.policy import KEY, WINDOWS
 from scaler_triton.spikes import Guard
-from scaler_triton.step import CARRIED, FAILED, STEPPED
 
 
 class StepGuard(GradScaler):
@@ -112,8 +111,8 @@ class StepGuard(GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def _begin_anew(self, optimizer: Any, *, by_check: bool) -> None:
-        report = partial(fail_early, self, optimizer, by_step=not by_check)
-        begin_anew(self, [self._ours.steps.open(optimizer)], report, by_check=by_check)
+        tell_others = partial(fail_early, self, optimizer, by_step=not by_check)
+        begin_anew(self, [self._ours.steps.open(optimizer)], tell_others, by_check=by_check)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and not self._ours.steps.awaiting():  # a step that is over waits for no update
@@ -144,9 +143,7 @@ class StepGuard(GradScaler):
             if fields:
                 state_dict[KEY] = {**fields, "min_scale": 1.0, "max_scale": 1.0, "hysteresis": 1}
         super().load_state_dict(state_dict)
-        for step in ours.steps.all():
-            if step.phase in (STEPPED, CARRIED, FAILED) or step.raised or step.stale:
-                step.reset()  # it would count, or decide, in the loaded run
+        ours.steps.reset()  # what was checked or stepped before does not count in the loaded run
         assert ours.guard is not None
         ours.guard.restore(windows)
 

@@ -262,7 +262,7 @@ def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> Non
         counters = ours.counters.on(scale.device)
         found_inf = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), scale.device)
         counters.copy_(_counted(counters, found_inf != 0, scale, scale, keeps_strikes=True))
-    if ours.headroom is not None:  # an overflow before was perhaps none of the scale's making
+    if ours.headroom is not None:  # the overflow that lowered the cap may have had another cause than the scale
         ours.headroom.on(scale.device)[abi.CAP].clamp_(min=number)
     scale.fill_(number)
     ours.lagging = LaggingCounters()  # skips before it no longer count
@@ -280,7 +280,7 @@ def check_streak(scaler: GradScaler) -> None:
         )
 
 
-def numbers_changed(scaler: GradScaler) -> None:
+def write_numbers(scaler: GradScaler) -> None:
     """Write the rule's numbers to the memory that graphs read at each replay."""
     for held in scaler._ours.policies.values():  # none on a disabled scaler, which may lack the numbers
         held.hold((scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval), scaler._ours.limits)
@@ -363,7 +363,7 @@ def update_by_ops_(
         ruled = torch.where(bad, scale, headroom.on(scale.device)[abi.CAP].to(scale.dtype))
     after = ruled.clone()
     growth, backoff, interval = numbers
-    # torch grows at tracker + 1 == interval: capped, the tracker cannot be beyond.
+    # torch's op grows only at tracker + 1 == interval: with this cap a tracker beyond it grows, too (difference 3).
     tracker = growth_tracker.clamp(max=min(interval, MAX_TRACKER) - 1)
     reachable = interval if interval <= MAX_TRACKER else 0  # CUDA's kernel would take it modulo 2^32
     torch._amp_update_scale_(after, tracker, found_inf, growth, backoff, reachable)

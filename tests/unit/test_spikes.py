@@ -112,7 +112,7 @@ def test_a_restored_window_decides_as_the_first_one(place: Place, before: int, l
 
 def test_a_guard_gives_windows_the_norms_of_a_checkpoint_in_their_order() -> None:
     guard = Guard(3.0, 2, [[1.0, 2.0, 3.0], [4.0]])
-    window = guard.window(torch.device("cpu"), "torch")
+    window = guard.new_window(torch.device("cpu"), "torch")
     assert guard.numbers() == (3.0, 2, [[2.0, 3.0], [4.0]])
     guard.restore([[7.0]])
     assert guard.numbers() == (3.0, 2, [[7.0]])

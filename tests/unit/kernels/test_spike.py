@@ -16,7 +16,7 @@ GUARD = -7.0
 
 
 def test_the_status_is_that_of_the_ranks():
-    window, counters = Guard(3.0, 2).window(DEVICE, "torch"), Counters().on(DEVICE)
+    window, counters = Guard(3.0, 2).new_window(DEVICE, "torch"), Counters().on(DEVICE)
     for norm, ranks, found, failed, want in (
         (1.0, 0, 0.0, 0.0, [0.0, GUARD, GUARD, GUARD]),  # alone nothing is compared
         (1.0, 3, 0.0, 0.0, [0.0, 0.0, 3.0, 0.0]),
@@ -39,7 +39,7 @@ def test_the_kernel_has_the_bits_of_torchs_ops(length):
     """Also where several warps share a window: then the simulator sees what one of them reads and another writes."""
     assert warps_of(1 << (length - 1).bit_length()) == WARPS[length]
     draw = random.Random(length)
-    ours, theirs = (Guard(1.0, length).window(DEVICE, "torch") for _ in range(2))
+    ours, theirs = (Guard(1.0, length).new_window(DEVICE, "torch") for _ in range(2))
     ours_counted, theirs_counted = (Counters().on(DEVICE) for _ in range(2))
     ours_counted[abi.SKIPPED] = theirs_counted[abi.SKIPPED] = 41
     ours_status, theirs_status = (torch.zeros(abi.STATUS, device=DEVICE) for _ in range(2))
