@@ -140,6 +140,8 @@ def check(
             else:
                 flags = flags_on(scaler, flag, flags, plan, peers)
         step.checked(flag, flags, divided=divide, by_step=by_step)
+        if resumes:
+            step.kept = {}  # the flag covers it
         if not by_step:
             ours.steps.unfinished = True
         plan.written = False

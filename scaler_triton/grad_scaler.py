@@ -35,7 +35,7 @@ from scaler_triton.kernels.abi import MAX_SCALE, STATUS
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.report import Model, OverflowReport
 from scaler_triton.spikes import Guard
-from scaler_triton.step import CARRIED, FAILED, READY, STEPPED, UNSCALED, OptimizerStep, Steps
+from scaler_triton.step import CARRIED, FAILED, READY, STEPPED, UNSCALED, OptimizerStep, Phase, Steps
 from scaler_triton.update import LaggingCounters, ScalerStats
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
@@ -278,7 +278,7 @@ class GradScaler(torch.amp.GradScaler):
             if step.phase is FAILED:
                 if is_fused:
                     fused.remove_scale(optimizer, step.owner())
-                step.stepped(True)
+                step.stepped(FAILED)
                 result = None
             elif is_fused:
                 result = fused.step_fused(self, step, optimizer, args, kwargs)
@@ -421,7 +421,8 @@ class GradScaler(torch.amp.GradScaler):
             optimizer: the one that the body steps; read.
             max_attempts: >= 1; after so many skips the loop ends, and the batch is lost.
 
-        Yields: the number of the attempt, from 1. The loop ends, too, after a body that did not step.
+        Yields: the number of the attempt, from 1. The loop ends, too, after a body that did not step, or whose check
+            failed on a rank.
 
         Raises: ValueError or TypeError naming an illegal `max_attempts`.
         """
@@ -431,15 +432,16 @@ class GradScaler(torch.amp.GradScaler):
             for attempt in range(1, most + 1):
                 steps = self._ours.steps  # the body may assign another registry
                 step, before = steps.open(optimizer), steps.outcome(optimizer)
-                if isinstance(before, bool):  # as a tensor it differs from that of a step in the body
-                    before = torch.tensor(before, device="cpu")
+                if isinstance(before, bool | Phase):  # as a tensor it differs from that of a step in the body
+                    before = torch.tensor(bool(before), device="cpu")
                 held, step.outcome = step.outcome, before
                 yield attempt
                 step = self._ours.steps.open(optimizer)
                 if step.outcome is before:
                     step.outcome = held  # a graph that the body has replayed may have written it
                     return
-                if step.outcome is None or not self.was_skipped(optimizer):
+                # Other ranks, which were told of a FAILED check, have raised.
+                if step.outcome is None or step.outcome is FAILED or not self.was_skipped(optimizer):
                     return
 
         return repeat()

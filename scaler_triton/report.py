@@ -86,8 +86,9 @@ class Marks:
         self._carried_from = self._generation()
 
     def resume(self, flags: Flags) -> None:
-        """Record that a CARRIED step goes on with these flags."""
-        self._resumed, self._resumed_at = flags, self._generation()
+        """Record that a CARRIED step goes on with these flags, which its update may clear."""
+        copies = {device: flag.clone() for device, flag in flags.items()}
+        self._resumed, self._resumed_at = copies, self._generation()
 
     def _generation(self) -> Any:
         counters = self.counters.values

@@ -95,8 +95,8 @@ class OptimizerStep(dict[str, Any]):
         self.window: Window | None = None  # the last norms, of a guard that looks for spikes
         self.earlier: list[Flag | None] = []  # those of this step's earlier checks: callers may still read their rows
         self.kept: Flags = {}  # copies of the flags that a CARRIED step will go by; the update may clear the originals
-        # What `was_skipped` returns after the last step, or the flag to read it from; None: not stepped.
-        self.outcome: bool | Flag | Tensor | None = None
+        # What `was_skipped` returns after the last step, or the flag to read it from; FAILED: True. None: not stepped.
+        self.outcome: bool | Flag | Tensor | Phase | None = None
         self.reader: int | None = None  # handle of the stream on which a fused step reads its flag
         self.function: Callable[[], Any] = _nobody  # returns a fused optimizer's `step`
         self.takes_scaler = False  # whether that takes the scaler as an argument, as older ones do
@@ -130,7 +130,7 @@ class OptimizerStep(dict[str, Any]):
         `step` ends a step even if it raises. A check ends one whose check failed, which a step would skip, or whose
         step was left out while another optimizer began anew.
         """
-        if self.phase is STEPPED or (self.raised and self.phase in (UNSCALED, FAILED)):
+        if self.phase is STEPPED or (self.began and self.phase in (UNSCALED, FAILED)):
             return True
         return by_check and (self.phase is FAILED or self.stale)
 
@@ -158,11 +158,12 @@ class OptimizerStep(dict[str, Any]):
         if captured != self.captured:
             self.reset()
             return
-        self.keep()
-        self[_FLAGS], self.kept = self.kept, {}
+        if self.kept:  # else a guard's ranks have just agreed on it
+            self.keep()
+            self[_FLAGS], self.kept = self.kept, {}
+            self.carried, self.flag = self.flag, None  # the update may have cleared it
         if self.plan is not None:
             self.plan.marks.resume(self[_FLAGS])
-        self.carried, self.flag = self.flag, None  # the update may have cleared it
         self._enter(UNSCALED)
 
     def failed(self, home: torch.device | None) -> None:
@@ -188,7 +189,7 @@ class OptimizerStep(dict[str, Any]):
         """Return to the phase before a check-only call that FAILED: `step` checks again, as the other ranks do."""
         self._enter(phase)
 
-    def stepped(self, outcome: bool | Flag | Tensor) -> None:
+    def stepped(self, outcome: bool | Flag | Tensor | Phase) -> None:
         """Leave `step`."""
         self.outcome = outcome
         if not self.began:  # the optimizer has called `update`
@@ -312,7 +313,7 @@ class Steps(dict[Any, Any]):
                 is_kept = not (is_left_out or step.began) if for_guard else not step.stale
                 copied = torch.clone if step.phase is UNSCALED else torch.ones_like
                 step.kept = {device: copied(flag) for device, flag in step[_FLAGS].items()} if is_kept else {}
-                if step.plan is not None:
+                if is_kept and step.plan is not None and not step.stale:  # a guard's was carried when it became stale
                     step.plan.marks.carry()
 
     def close(self, captured: bool) -> None:
@@ -351,10 +352,10 @@ class Steps(dict[Any, Any]):
             step.stale = step.phase is UNSCALED
         try:
             yield
+        finally:
             for step in waiting.values():
                 if step.plan is not None:
                     step.plan.marks.resume(step[_FLAGS])
-        finally:
             self.update(waiting)
             self.unfinished |= bool(waiting)
 
@@ -390,7 +391,7 @@ class Steps(dict[Any, Any]):
             if given is None or (owner is not None and any(id(each) in given for each in parameters_of(owner))):
                 step.reset()
 
-    def outcome(self, optimizer: Any) -> bool | Tensor | None:
+    def outcome(self, optimizer: Any) -> bool | Phase | Tensor | None:
         """Return whether the last step was skipped, or a copy of its flag on the device; None if unknown."""
         step = self.last(optimizer)
         outcome = None if step is None else step.outcome

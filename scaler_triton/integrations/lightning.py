@@ -12,7 +12,7 @@ import torch
 import scaler_triton
 from scaler_triton import GradScaler, StepGuard
 from scaler_triton.integrations import versions
-from scaler_triton.integrations.unscaled import Unscaled, is_unscaled, unscale_once
+from scaler_triton.integrations.unscaled import Unscaled, is_unscaled, unscale_once, updating_guard
 
 # Where a Trainer or a Fabric comes from -> its package on PyPI, and where its plugins are.
 _SOURCES = {
@@ -120,7 +120,8 @@ class _Guarded:
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step by the guard, which raises if there is a closure."""
-        result = self.scaler.step(optimizer, **kwargs)
+        with updating_guard(self.scaler):
+            result = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
         return result
 

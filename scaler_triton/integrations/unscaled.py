@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +23,20 @@ def is_unscaled(scaler: Any, optimizer: Any) -> bool:
     step = scaler._ours.steps.open(optimizer)
     if step.phase is CARRIED:
         resume(scaler, step, optimizer)
-    return step.phase in (UNSCALED, FAILED)
+    is_over = step.began and scaler._ours.guard is not None  # its step has raised
+    return step.phase in (UNSCALED, FAILED) and not is_over
+
+
+@contextmanager
+def updating_guard(scaler: Any) -> Iterator[None]:
+    """Update a guard if a framework's step raises before its own update, as ranks whose step does not raise update."""
+    try:
+        yield
+    except Exception:
+        if scaler is not None and scaler._ours.guard is not None:
+            with suppress(Exception):  # the first error is more important
+                scaler.update()
+        raise
 
 
 class Unscaled:

@@ -68,6 +68,7 @@ class Batch(NamedTuple):
     no_memory: bool  # whether it is good, and the check's first op runs out of memory
     dies: Place  # whose own step raises
     gradless: Place
+    repeats: bool  # whether steps that were skipped are repeated
 
 
 class Program(NamedTuple):
@@ -90,14 +91,11 @@ def programs(draw: Any) -> Program:
     checks = st.lists(st.sampled_from(CHECKS), min_size=count, max_size=count)
     ways = [st.just(True), st.just(["clip"] * count), order, st.just(False)]
     ways = ways if leaves else [st.booleans(), checks, order, st.booleans()]
-    if updates == "never":  # such a loop makes the same calls in every batch, and clips all parameters
-        joint, how, *others = map(draw, ways)
-        ways = [st.just(each) for each in (joint, [each.replace(" parameters", "") for each in how], *others)]
-    batch = st.builds(Batch, *ways, gradients, place, st.booleans(), place, place)
+    batch = st.builds(Batch, *ways, gradients, place, st.booleans(), place, place, st.booleans())
     sigma, max_skips = draw(st.sampled_from([3.0, None])), draw(st.sampled_from([None, 0, 1]))
     run = draw(st.lists(batch, min_size=2, max_size=8))
     for number, each in enumerate(run):
-        if leaves and not (each.refused or each.dies) and draw(st.booleans()):
+        if leaves and not (each.refused or any(other.dies for other in run)) and draw(st.booleans()):
             run[number] = each._replace(checks=["none"] * count)
     return Program(fused, sigma, max_skips, updates, leaves, run)
 
@@ -159,9 +157,14 @@ class Loop:
                 self._check(number, batch, [index])
             optimizer, dies = self.optimizers[index], batch.dies == (self.group.rank(), index)
             with patch.object(optimizer, "step", side_effect=MemoryError) if dies else nullcontext():
-                self._call(number, self.guard.step, optimizer)
+                repeats = batch.repeats and not (batch.dies or self.program.leaves)
+                self._call(number, self._attempts if repeats else self.guard.step, optimizer)
             if self.program.updates == "after each step":
                 self._call(number, self.guard.update)
+
+    def _attempts(self, optimizer: Any) -> None:
+        for _ in self.guard.attempts(optimizer, max_attempts=2):
+            self.guard.step(optimizer)
 
     def _check(self, number: int, batch: Batch, indices: list[int]) -> None:
         how, optimizers = batch.checks[indices[0]], [self.optimizers[index] for index in indices]

@@ -274,6 +274,21 @@ def test_a_report_says_which_it_was(place: Place) -> None:
     assert (report.update, [each.name for each in report.bad], report.spikes) == (4, bad, ())
 
 
+@PLACES
+def test_a_report_names_a_spike_that_waited_for_others_steps_and_updates(place: Place) -> None:
+    guard, one, other = guard_on(place, spike_sigma=3.0, window=4), *(sgd([torch.ones(1)], place.device) for _ in "ab")
+    skipped(guard, other, [1.0] * 4)
+    give(other, 50.0)
+    guard.unscale_(other)
+    for number in (NAN, 1.0):
+        give(one, number)
+        guard.step(one)
+    guard.update()
+    guard.step(other)
+    guard.update()
+    assert [spike.norm for spike in guard.overflow_report().spikes] == [50.0]
+
+
 # Limits, states, copies
 
 
