@@ -57,7 +57,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("device, by_norm=by_norm, measures=", "device, by_norm=False, measures="),
         ("    if scaler._ours.guard is not None:\n        check(", "    if False:\n        check(", _GUARD),
         ("                step.raised = step.began = True\n", "                pass\n"),
-        ("            flag.add(step.kept.values())\n", "", _GUARD_RANKS),
+        ("            flag.add(step.kept.values())\n", "", _GUARD),
         ("totals[SQUARES].masked_fill_(flag.found_inf != 0, math.nan)", "pass", _GUARD_RANKS),
         ("        if by_norm and not resumes:\n", "        if by_norm:\n", _GUARD),
         ("                open_window(scaler, scaler._ours", "                (scaler, scaler._ours", _GUARD_RANKS),
@@ -119,7 +119,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/clip.py": [
         ("len(parts) > 1 and check.has_flag(scaler, part.flags, peers):", "len(parts) > 1:"),
         ("totals[OVERFLOWS] = 1.0  # nothing is clipped then", "pass"),
-        ("part.step.clipped = [each.step for each in parts]", "pass", _GUARD),
+        ("part.step.clipped = [each.step for each in parts]", "pass", "ranks/phases"),
     ],
     "scaler_triton/step_guard.py": [
         ("self._begin_anew(optimizer, by_check=False)", "pass"),
