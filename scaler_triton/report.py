@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from scaler_triton.check import Ours
     from scaler_triton.flag import Flags
     from scaler_triton.plan import Batch, GradPlan, Layout
+    from scaler_triton.step import OptimizerStep
     from scaler_triton.update import Counters
 
 _KINDS = NAN | INF
@@ -49,6 +50,7 @@ class Marks:
         self._resumed: Flags = {}
         self._resumed_at: Any = -1
         self._carried_from: Any = -1
+        self.shared_by: Collection[Marks] = ()  # those of all that it was clipped with, whose flag it goes by
         self._on_host: dict[int, dict[int, int]] = {}  # by generation: the kinds found on the CPU, by parameter
         self._unmarked: set[str] = set()  # gradients that kernels check without a mark, in words
 
@@ -81,9 +83,10 @@ class Marks:
                 if kinds:
                     seen[position] = seen.get(position, 0) | kinds
 
-    def carry(self) -> None:
-        """Record that a step is going to be CARRIED over an update that comes now."""
+    def carry(self, clipped: Sequence[OptimizerStep]) -> None:
+        """Record that a step, `clipped` with others, is going to be CARRIED over an update that comes now."""
         self._carried_from = self._generation()
+        self.shared_by = weakref.WeakSet(step.plan.marks for step in clipped if step.plan is not None)
 
     def resume(self, flags: Flags) -> None:
         """Record that a CARRIED step goes on with these flags, which its update may clear."""
@@ -228,22 +231,23 @@ def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
     names = names_by_id(model)
     planned: list[Any] = [step for step in steps if step.plan is not None]
 
-    def look(generations: Sequence[Collection[int]]) -> tuple[list[BadGradient], list[Spike]]:
-        bad: list[BadGradient] = []
-        spikes: list[tuple[float, float]] = []
-        for number, (step, those) in enumerate(zip(planned, generations, strict=True)):
-            kinds = step.plan.marks.of(those)
-            for index in sorted(kinds):
-                parameter = step.plan.parameters[index]
-                name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
-                bad.append(BadGradient(name, _WORDS[kinds[index]], local_tensor(parameter).numel(), rank))
-            spikes += [] if step.window is None else filter(None, map(step.window.spike, those))
-        return bad, [Spike(*each) for each in spikes]
-
-    causes = [step.plan.marks.cause(generation) for step in planned]
-    bad, spikes = look([range(generation if cause is None else cause, generation + 1) for cause in causes])
-    if not (bad or spikes):  # a carried step goes by the flag of all that it was clipped with
-        bad, spikes = look([[cause for cause in causes if cause is not None]] * len(planned))
+    generations = {step.plan.marks: {generation} for step in planned}
+    for marks in [*generations]:
+        cause = marks.cause(generation)
+        if cause is not None:
+            generations[marks].update(range(cause, generation))
+            for other in marks.shared_by:
+                generations.get(other, set()).add(cause)
+    bad: list[BadGradient] = []
+    spikes: list[Spike] = []
+    for number, (step, those) in enumerate(zip(planned, generations.values(), strict=True)):
+        kinds = step.plan.marks.of(those)
+        for index in sorted(kinds):
+            parameter = step.plan.parameters[index]
+            name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
+            bad.append(BadGradient(name, _WORDS[kinds[index]], local_tensor(parameter).numel(), rank))
+        found = [] if step.window is None else map(step.window.spike, sorted(those))
+        spikes += [Spike(*each) for each in found if each is not None]
     uncovered = {text for step in planned if pending or update for text in step.plan.marks.not_covered()}
     return OverflowReport(update, tuple(bad), False, tuple(sorted(uncovered)), pending, tuple(spikes))
 

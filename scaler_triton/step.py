@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton.flag import Flag, Flags, as_flag
+from scaler_triton.flag import Flag, Flags, PeerFailedError, as_flag
 from scaler_triton.plan import GradPlan
 from scaler_triton.report import Marks
 
@@ -61,7 +61,7 @@ class OptimizerStep(dict[str, Any]):
     | phase    | unscale_, clip | step                 | scale | update  | error in a check | in optimizer.step |
     |----------|----------------|----------------------|-------|---------|------------------|-------------------|
     | READY    | UNSCALED       | checks, STEPPED      |       | READY   | READY (1)        | UNSCALED (2)      |
-    | UNSCALED | raises (3)     | STEPPED by flag (7)  | (4)   | (5)     |                  | UNSCALED          |
+    | UNSCALED | raises (3, 7)  | STEPPED by flag (7)  | (4)   | (5)     |                  | UNSCALED          |
     | CARRIED  | UNSCALED       | by its flag, STEPPED | READY | CARRIED | CARRIED (1)      | UNSCALED          |
     | FAILED   | raises (3, 6)  | skips, STEPPED       | (4)   | (5)     |                  |                   |
     | STEPPED  | raises         | raises               |       | READY   |                  |                   |
@@ -117,6 +117,8 @@ class OptimizerStep(dict[str, Any]):
 
     def require_unscalable(self, hint: str = "", *, again: bool = False) -> None:
         """Raise torch's errors for a wrong order of calls; with `again`, UNSCALED and FAILED gradients are accepted."""
+        if not again:
+            self.read_failure()
         if self.phase is FAILED and self.stale:
             self.reset()
         if self.phase is STEPPED:
@@ -130,6 +132,8 @@ class OptimizerStep(dict[str, Any]):
         `step` ends a step even if it raises. A check ends one whose check failed, which a step would skip, or whose
         step was left out while another optimizer began anew.
         """
+        if by_check and not self.stale:
+            self.read_failure()
         if self.phase is STEPPED or (self.began and self.phase in (UNSCALED, FAILED)):
             return True
         return by_check and (self.phase is FAILED or self.stale)
@@ -179,11 +183,23 @@ class OptimizerStep(dict[str, Any]):
         ones = {each: torch.ones((), dtype=torch.float32, device=each) for each in dict.fromkeys(devices or [home])}
         self[_FLAGS] = ones
 
+    def read_failure(self) -> None:
+        """Follow a rank whose check FAILED, if any, where the call would raise for its order: it checks again there."""
+        if self.phase is UNSCALED and self.flag is not None and not self.captured:
+            try:
+                self.flag.on_host(self[_FLAGS], fresh=False)
+            except PeerFailedError:
+                self.peer_failed()
+            except RuntimeError:  # the ranks hold different scales
+                pass
+
     def peer_failed(self) -> None:
         """Do what the rank did whose check FAILED before `step`: skip, with all that were clipped together."""
         for step in self.clipped or (self,):
             if step.phase is UNSCALED:
+                stale = step.stale
                 step.failed(None)
+                step.stale = stale
 
     def undo_failed_look(self, phase: Phase) -> None:
         """Return to the phase before a check-only call that FAILED: `step` checks again, as the other ranks do."""
@@ -314,7 +330,7 @@ class Steps(dict[Any, Any]):
                 copied = torch.clone if step.phase is UNSCALED else torch.ones_like
                 step.kept = {device: copied(flag) for device, flag in step[_FLAGS].items()} if is_kept else {}
                 if is_kept and step.plan is not None and not step.stale:  # a guard's was carried when it became stale
-                    step.plan.marks.carry()
+                    step.plan.marks.carry(step.clipped)
 
     def close(self, captured: bool) -> None:
         """End an update: each step becomes READY, or CARRIED if it was unscaled and not stepped."""
@@ -348,7 +364,7 @@ class Steps(dict[Any, Any]):
         for key, step in waiting.items():
             del self[key]
             if step.plan is not None and not step.stale:
-                step.plan.marks.carry()
+                step.plan.marks.carry(step.clipped)
             step.stale = step.phase is UNSCALED
         try:
             yield

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import scaler_triton
 from scaler_triton import GradScaler, StepGuard
 from scaler_triton.integrations import versions
-from scaler_triton.integrations.unscaled import Unscaled, is_unscaled, unscale_once, updating_guard
+from scaler_triton.integrations.unscaled import Unscaled, clip_again, unscale_once, updating_guard
 from scaler_triton.step import parameters_of
 
 _ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
@@ -229,11 +229,10 @@ def _clip_grad_norm(accelerator: Any, parameters: Any, max_norm: float, norm_typ
     scaler = accelerator.scaler
     # If these are all that the optimizers train, one pass and one reduction are enough.
     at_once = all(id(p) in ids or not p.requires_grad for one in optimizers for p in parameters_of(one))
+    numbers, model = (float(max_norm), float(norm_type)), _fsdp1_model(accelerator)
     if isinstance(scaler, StepGuard):  # without a scaler, clipping may be repeated
-        unscaled = [is_unscaled(scaler, one) for one in optimizers]  # which resumes each step that was carried
-        at_once &= not any(unscaled)
-    some = {"model": _fsdp1_model(accelerator), "parameters": None if at_once else chosen}
-    norm = scaler.clip_grad_norm_(optimizers, float(max_norm), float(norm_type), **some)
+        return clip_again(scaler, optimizers, *numbers, model=model, parameters=chosen, at_once=at_once)
+    norm = scaler.clip_grad_norm_(optimizers, *numbers, model=model, parameters=None if at_once else chosen)
     return norm
 
 

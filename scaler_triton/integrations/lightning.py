@@ -12,7 +12,7 @@ import torch
 import scaler_triton
 from scaler_triton import GradScaler, StepGuard
 from scaler_triton.integrations import versions
-from scaler_triton.integrations.unscaled import Unscaled, is_unscaled, unscale_once, updating_guard
+from scaler_triton.integrations.unscaled import Unscaled, clip_again, unscale_once, updating_guard
 
 # Where a Trainer or a Fabric comes from -> its package on PyPI, and where its plugins are.
 _SOURCES = {
@@ -197,10 +197,9 @@ class _TrainerPlugin(_Plugin):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the norm of the whole model, however it is sharded."""
-        # A scaler has unscaled them already, for hooks to see them unscaled: with `parameters` they are only clipped.
-        unscaled = is_unscaled(self.scaler, optimizer)
-        parameters = self.main_params(optimizer) if unscaled else None  # type: ignore[attr-defined]
-        self.scaler.clip_grad_norm_(optimizer, clip_val, model=self._clip_model, parameters=parameters)
+        # A scaler has unscaled them already, for hooks to see them unscaled.
+        parameters = list(self.main_params(optimizer))  # type: ignore[attr-defined]
+        clip_again(self.scaler, [optimizer], clip_val, model=self._clip_model, parameters=parameters)
 
 
 class _FabricPlugin(_Plugin):

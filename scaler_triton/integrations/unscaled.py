@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -25,6 +25,30 @@ def is_unscaled(scaler: Any, optimizer: Any) -> bool:
         resume(scaler, step, optimizer)
     is_over = step.began and scaler._ours.guard is not None  # its step has raised
     return step.phase in (UNSCALED, FAILED) and not is_over
+
+
+def clip_again(
+    scaler: Any, optimizers: Sequence[Any], *args: Any, model: Any, parameters: Sequence[Tensor], at_once: bool = True
+) -> Tensor:
+    """Call `clip_grad_norm_` (`args` are its numbers), also for gradients that were unscaled, by a guard checked.
+
+    Those are only clipped. `at_once`: the optimizers hold no others than `parameters`. If the look at a step that was
+    carried fails on this rank, this raises after clipping: the other ranks clip, too.
+    """
+    error: Exception | None = None
+    for optimizer in optimizers:
+        try:
+            at_once &= not is_unscaled(scaler, optimizer)
+        except Exception as failure:
+            at_once, error = False, error or failure
+    try:
+        norm: Tensor = scaler.clip_grad_norm_(
+            optimizers, *args, model=model, parameters=None if at_once else parameters
+        )
+        return norm
+    finally:
+        if error is not None:
+            raise error
 
 
 @contextmanager

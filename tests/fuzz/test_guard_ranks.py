@@ -18,11 +18,12 @@ from ranks.cases import FirstOpFails
 from torch import Tensor
 
 from scaler_triton import SkipStreakError, StepGuard
+from scaler_triton.integrations.unscaled import clip_again
 from scaler_triton.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 
-CHECKS = ["none", "unscale_", "clip", "clip by inf", "clip parameters"]
+CHECKS = ["none", "unscale_", "clip", "clip by inf", "clip parameters", "again"]
 Place = tuple[int, int] | None  # a rank and an optimizer
 
 
@@ -153,7 +154,7 @@ class Loop:
             for indices in [batch.order] if batch.joint else [[index] for index in batch.order]:
                 self._check(number, batch, indices)
         for index in batch.order:
-            if batch.in_turn:
+            if batch.in_turn or batch.checks[index] == "again":
                 self._check(number, batch, [index])
             optimizer, dies = self.optimizers[index], batch.dies == (self.group.rank(), index)
             with patch.object(optimizer, "step", side_effect=MemoryError) if dies else nullcontext():
@@ -175,6 +176,9 @@ class Loop:
         with FirstOpFails() if fails else nullcontext():
             if how.startswith("clip"):
                 self._call(number, self.guard.clip_grad_norm_, optimizers, 1.0, **options)
+            if how == "again":  # as Accelerate and Lightning clip
+                params = [self.params[index] for index in indices]
+                self._call(number, clip_again, self.guard, optimizers, 1.0, model=None, parameters=params)
             for optimizer in optimizers if how == "unscale_" else ():
                 self._call(number, self.guard.unscale_, optimizer)
 
@@ -200,7 +204,16 @@ def are_equal(program: Program) -> None:
     assert repr(loops[0].seen) == repr(loops[1].seen)  # NaN equals NaN
 
 
-@pytest.mark.parametrize("chunk", chunks(500), ids=str)
-def test_ranks_of_a_guard_stay_equal_after_an_error_on_one(chunk: Chunk, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ranks, "reduce_", lambda ranks, values, op: ranks.groups[0].reduce_(values, op))
+
+
+@pytest.mark.parametrize("chunk", chunks(500), ids=str)
+def test_ranks_of_a_guard_stay_equal_after_an_error_on_one(chunk: Chunk) -> None:
     chunk.run(are_equal, programs())
+
+
+def test_a_rank_whose_look_at_a_carried_step_fails_clips_as_the_others_do() -> None:
+    batch = Batch(False, ["again"] * 2, [0, 1], False, [1.0, 1.0], (0, 1), False, None, None, False)
+    are_equal(Program([False, False], 3.0, None, "after each step", False, [batch] * 2))

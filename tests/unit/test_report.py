@@ -177,6 +177,17 @@ def test_a_carried_step_is_named_for_the_skip_that_it_caused_and_no_later_one(pl
     assert scaler._ours.steps.open(carried).plan.marks.cause(-1) is None  # with no skip counted
 
 
+def test_a_carried_step_that_another_ranks_gradient_skips_is_no_fault_of_another_optimizer() -> None:
+    scaler = started(GradScaler, "cpu")
+    carried, *others = (sgd([torch.tensor([number])]) for number in (1.0, 1.0, math.inf))
+    scaler.clip_grad_norm_([carried, others[0]], 1.0)
+    scaler._found_inf_per_device(carried)[CPU].fill_(1.0)
+    for optimizer in (others[1], carried):
+        scaler.step(optimizer)
+        scaler.update()
+    assert (scaler.stats().skipped, scaler.overflow_report().bad) == (2, ())
+
+
 def test_the_host_keeps_a_few_generations() -> None:
     run = Run(Place("cpu", "torch"))
     for _ in range(9):
