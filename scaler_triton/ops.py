@@ -188,7 +188,7 @@ def _kept_policy(device: torch.device, numbers: Numbers) -> tuple[Tensor, Tensor
 # at each tensor in Python. Nothing here keeps a tensor alive, and none is taken for another: each call compares the
 # forms of its own tensors, and writes their addresses into the tables.
 
-_Key = tuple[str, str, int, int | None]  # the op and its backend; of the list only what is quickly found
+_Key = tuple[str, str, int, Any]  # the op and its backend; of the list only what is quickly found
 _Op = Callable[[Batch, Tensor], None]  # on a batch, with a flag on its device
 
 
@@ -207,7 +207,7 @@ _known: OrderedDict[_Key, _Known] = OrderedDict()
 
 def _look_up(op: str, grads: list[Tensor], backend: str | None, *scalars: Tensor) -> tuple[_Key, _Known | None]:
     """Return the key of a call of `op`, and what is known of its list; None if it has to be looked at."""
-    first = grads[0].numel() if grads and type(grads[0]) is Tensor else None
+    first = (grads[0].numel(), grads[0].dtype) if grads and type(grads[0]) is Tensor else None
     key = op, check_backend(backend), len(grads), first
     known = _known.get(key)
     return key, known if known is not None and known.matches(*scalars, *grads) else None

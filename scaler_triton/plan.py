@@ -106,7 +106,7 @@ class GradPlan:
         its number of terms: if that is finite, so is the sum, which needs a collective that a rank without such a
         gradient would not join. With `summed` every unreduced gradient is replaced by its sum, by that collective.
         """
-        grads: list[Tensor | None] = list(map(_grad_of, self.parameters))
+        grads: Sequence[Tensor | None] = tuple(map(_grad_of, self.parameters))  # a slice of all is itself, no copy
         local = self._known_shards(grads) if self.dtensors else grads
         here: list[bool] | None = None  # which are not missing; None: all
         known = bool(local) and (allow_fp16 or not self._has_fp16)
@@ -117,9 +117,9 @@ class GradPlan:
         if not known:
             if summed:
                 gradients.reduce_(self.parameters)
-                grads = list(map(_grad_of, self.parameters))
-            others = self._inspect(grads, allow_fp16)
-            local, here = grads, list(map(is_not, grads, repeat(None)))
+                grads = tuple(map(_grad_of, self.parameters))
+            local, others = self._inspect([*grads], allow_fp16)
+            here = list(map(is_not, local, repeat(None)))
         batches = []
         for layout, row in self._rows:
             tensors = row(local)
@@ -132,25 +132,25 @@ class GradPlan:
             choose_backends(batches, self.requested, measures=self.measures)
         return batches
 
-    def _known_shards(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the local shards if every gradient has the DTensorSpec seen before and none is Partial, else []."""
+    def _known_shards(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the local shards if every gradient has the DTensorSpec seen before and none is Partial, else ()."""
         try:
             same = list(map(_spec_of, grads)) == self._reduced_specs  # equal objects are found without a look into them
-            return list(map(_shard_of, grads)) if same else []
+            return tuple(map(_shard_of, grads)) if same else ()
         except AttributeError:  # a gradient is missing or no DTensor, or this torch has no such attribute
             pass
         shards: list[Tensor | None] = []
         for grad, seen in zip(grads, self._reduced_specs, strict=True):
             spec = getattr(grad, gradients.SPEC, None)
             if spec is not seen and spec != seen and grad is not None:
-                return []
+                return ()
             shards.append(grad if spec is None else getattr(grad, gradients.SHARD, grad))
         return shards
 
-    def _inspect(self, grads: list[Tensor | None], allow_fp16: bool) -> list[Batch]:
-        """Look at each gradient, and give those of a new form slots; return the batches of sparse and Partial ones.
+    def _inspect(self, grads: list[Tensor | None], allow_fp16: bool) -> tuple[list[Tensor | None], list[Batch]]:
+        """Look at each gradient, and give those of a new form slots.
 
-        In `grads` DTensors are replaced by their shards, and sparse gradients removed.
+        Returns: `grads` with shards for DTensors, and without sparse gradients; the batches of sparse and Partial ones.
         """
         partials = self._localise(grads)
         new = {
@@ -189,7 +189,7 @@ class GradPlan:
             self._matchers[index] = matches
         others = group(sparse)
         others += [batch._replace(is_partial=True) for batch in group(partials)]
-        return others
+        return grads, others
 
     def _localise(self, grads: list[Tensor | None]) -> dict[int, Tensor]:
         """Replace DTensors by their local shards; return the tensors to be checked for Partial ones, by parameter."""
