@@ -94,7 +94,8 @@ class GradPlan:
         self.first_spec = self.spec_of_first()
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
-        # One for each gradient's form. Gradients of one form share it, so that its memory stays in the caches.
+        # Of the last step in which no gradient was missing; and one for each gradient, shared by those of one form.
+        self._match_all: Matcher = unknown
         self._matchers: list[Matcher] = [unknown] * len(self.parameters)
         self._matchers_by_form: dict[Any, Matcher] = {}
         self._build_layouts([_expected_form(parameter) for parameter in self.parameters])
@@ -110,9 +111,11 @@ class GradPlan:
         local = self._known_shards(grads) if self.dtensors else grads
         here: list[bool] | None = None  # which are not missing; None: all
         known = bool(local) and (allow_fp16 or not self._has_fp16)
-        if known and not all(map(call, self._matchers, local)):
+        if known and not self._match_all(*local):
             here = list(map(is_not, local, repeat(None)))
-            known = not all(here) and all(map(call, compress(self._matchers, here), compress(local, here)))
+            known = all(map(call, compress(self._matchers, here), compress(local, here)))
+            if known and all(here):
+                self._match_all, here = form_matcher(*local), None
         others: list[Batch] = []
         if not known:
             if summed:

@@ -311,6 +311,8 @@ def test_known_dtensors_are_not_inspected_again_beside_plain_ones_or_where_some_
     assert collected() == []
     monkeypatch.setattr(planned, "_inspect", None)  # must not be called
     assert [collected(), collected(0), collected(2), collected(0, 1)] == [[], [0], [2], [0, 1]]
+    monkeypatch.setattr(planned, "_matchers", None)  # one call finds all as before
+    assert collected() == []
 
 
 # Batches
