@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import pickletools
 import threading
 import types
 from collections import defaultdict
@@ -195,6 +196,13 @@ def test_a_disabled_scaler_is_copied_whatever_it_was_asked_and_whoever_made_it(c
     for scaler in (torchs, *map(clone, (ours, torchs))):
         scaler.set_growth_interval(5)
         assert (scaler.is_enabled(), scaler.state_dict(), scaler.get_growth_interval()) == (False, {}, 5)
+
+
+@EACH
+def test_a_pickle_imports_its_own_class_only(cls: Any) -> None:
+    """Whatever else it named could never move."""
+    opcodes = pickletools.genops(pickle.dumps(started(cls, "cpu"), protocol=2))
+    assert [name for opcode, name, _ in opcodes if "GLOBAL" in opcode.name] == [f"{cls.__module__} {cls.__name__}"]
 
 
 def test_a_pickle_of_torchs_class_becomes_one_of_ours() -> None:
