@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import compress, repeat
+from itertools import compress, repeat, starmap
 from operator import attrgetter, call, is_not, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,7 +94,7 @@ class GradPlan:
         self.first_spec = self.spec_of_first()
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
-        # Of the last step in which no gradient was missing; and one for each gradient, shared by those of one form.
+        # Of all gradients of a step in which none was missing; and for each gradient, shared by those of one form.
         self._match_all: Matcher = unknown
         self._matchers: list[Matcher] = [unknown] * len(self.parameters)
         self._matchers_by_form: dict[Any, Matcher] = {}
@@ -115,7 +115,7 @@ class GradPlan:
             here = list(map(is_not, local, repeat(None)))
             known = all(map(call, compress(self._matchers, here), compress(local, here)))
             if known and all(here):
-                self._match_all, here = form_matcher(*local), None
+                self._match_all, here = list_matcher(local, self._matchers), None
         others: list[Batch] = []
         if not known:
             if summed:
@@ -315,6 +315,29 @@ def form_matcher(*tensors: Any) -> Matcher:
         return check if check(*tensors) is True else unknown
     except (AttributeError, TypeError, RuntimeError, ValueError):
         return unknown
+
+
+def list_matcher(tensors: Sequence[Any], matchers: Sequence[Matcher]) -> Matcher:
+    """Return a `form_matcher` of many tensors, given that of each; it takes half as long as all of these.
+
+    Of a long list it checks eight a call. Eights of the same forms share a guard: its memory stays in the caches.
+    """
+    if len(tensors) <= 64:
+        return form_matcher(*tensors)
+    shared: dict[Any, Matcher] = {}
+    eights, before_rest = [], len(tensors) // 8 * 8 - 8
+    for first in range(0, before_rest, 8):
+        forms = tuple(matchers[first : first + 8])
+        if forms not in shared:
+            shared[forms] = form_matcher(*tensors[first : first + 8])
+        eights.append(shared[forms])
+    match_rest = form_matcher(*tensors[before_rest:])
+
+    def match(*others: Any) -> bool:
+        each = iter(others)
+        return all(starmap(call, zip(eights, *[each] * 8, strict=False))) and match_rest(*each)
+
+    return match
 
 
 def unknown(*tensors: Any) -> bool:

@@ -100,12 +100,14 @@ def give(parameter: Any, grad: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("before", FORMS)
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_a_new_form_is_noticed_whatever_was_known(before: str, steps: int, guards: bool) -> None:
+@pytest.mark.parametrize(("steps", "place", "count"), [(1, 1, 2), (2, 1, 2), (3, 1, 2), (3, 5, 80), (3, 75, 80)])
+def test_a_new_form_is_noticed_whatever_was_known(
+    before: str, steps: int, place: int, count: int, guards: bool
+) -> None:
     for after in FORMS:
-        planned, params = made(torch.ones(2), torch.ones(4, 4))
+        planned, params = made(*[torch.ones(2)] * place, torch.ones(4, 4), *[torch.ones(2)] * (count - place - 1))
         for form in (*[before] * steps, after, after, before):
-            give(params[1], FORMS[form]())
+            give(params[place], FORMS[form]())
             assert outcome(planned) == outcome(GradPlan(params, "torch"))
 
 
@@ -156,12 +158,16 @@ def events(call: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize(
     ("grads", "most"),
-    [([torch.ones(3)], 6), ([torch.ones(3), None], 9), ([torch.ones(3), torch.ones(3).double()], 10)],
+    [
+        ([torch.ones(3), torch.ones(4), torch.ones(5)], 7),
+        ([torch.ones(3), None], 9),
+        ([torch.ones(3), torch.ones(3).double()], 10),
+    ],
     ids=["one layout", "missing ones", "two layouts"],
 )
 def test_a_steady_step_makes_few_calls_however_many_gradients_there_are(grads: list[Any], most: int) -> None:
     counts = []
-    for times in (2, 100):
+    for times in (100, 300):
         planned, _ = made(*grads * times)
         for _ in range(3):
             planned.collect()
