@@ -155,6 +155,7 @@ class GradPlan:
 
         Returns: `grads` with shards for DTensors, and without sparse gradients; the batches of sparse and Partial ones.
         """
+        self._match_all = unknown  # its forms may come again, when the layouts are those of others
         partials = self._localise(grads)
         new = {
             index: grad

@@ -106,7 +106,7 @@ def test_a_new_form_is_noticed_whatever_was_known(
 ) -> None:
     for after in FORMS:
         planned, params = made(*[torch.ones(2)] * place, torch.ones(4, 4), *[torch.ones(2)] * (count - place - 1))
-        for form in (*[before] * steps, after, after, before):
+        for form in (*[before] * steps, after, before, after, after, before):
             give(params[place], FORMS[form]())
             assert outcome(planned) == outcome(GradPlan(params, "torch"))
 
