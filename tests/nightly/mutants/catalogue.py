@@ -83,7 +83,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/plan.py": [
         ("all(map(call, compress(self._matchers, here), compress(local, here)))", "not all(here)"),
         ("known = known and layout.backend is not None", "pass"),
-        ("strict=False))) and match_rest(*each)", "strict=False)))"),
         ("        self._match_all = unknown  # its forms", "        # its forms"),
         ("partials[index] = local.detach() * terms", "partials[index] = local.detach()"),
         ("            check_gradient(grad, f\"the gradient of parameter {index}\")\n", "            pass\n"),
