@@ -84,24 +84,28 @@ class OptimizerStep(dict[str, Any]):
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self["stage"] = READY_STAGE
-        self[_FLAGS] = {}
-        self.phase = READY
         self.owner: Callable[[], Any] = _nobody  # returns the innermost optimizer, None once it is freed
         self.handles: dict[int, Callable[[], Any]] = {}  # the same for it and for each wrapper around it, by id
         self.plan: GradPlan | None = None  # made by the first check
         self.flag: Flag | None = None  # the last check's
         self.carried: Flag | None = None  # that of a CARRIED step which went on, for what it measured
         self.window: Window | None = None  # the last norms, of a guard that looks for spikes
-        self.earlier: list[Flag | None] = []  # those of this step's earlier checks: callers may still read their rows
-        self.kept: Flags = {}  # copies of the flags that a CARRIED step will go by; the update may clear the originals
         # What `was_skipped` returns after the last step, or the flag to read it from; FAILED: True. None: not stepped.
         self.outcome: bool | Flag | Tensor | Phase | None = None
-        self.reader: int | None = None  # handle of the stream on which a fused step reads its flag
         self.function: Callable[[], Any] = _nobody  # returns a fused optimizer's `step`
         self.takes_scaler = False  # whether that takes the scaler as an argument, as older ones do
         self.fresh = False  # whether this very `step` made the check, and has not used its flag: nobody has written it
         self.captured = False  # whether the check was recorded into a graph
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin the next step: its gradients are scaled and have not been checked."""
+        self.phase = READY
+        self["stage"] = READY_STAGE
+        self[_FLAGS] = {}
+        self.earlier: list[Flag | None] = []  # those of this step's earlier checks: callers may still read their rows
+        self.kept: Flags = {}  # copies of the flags that a CARRIED step will go by; the update may clear the originals
+        self.reader: int | None = None  # handle of the stream on which a fused step reads its flag
         self.raised = False  # whether the last call of `step` raised, and no check or failure was recorded since
         self.began = False  # whether `step` was called since the last update
         self.clipped: Sequence[OptimizerStep] = ()  # all of the last clip since the update, even if it failed
@@ -213,14 +217,6 @@ class OptimizerStep(dict[str, Any]):
             return
         self.phase = STEPPED
         self["stage"] = STEPPED_STAGE
-
-    def reset(self) -> None:
-        """Begin the next step: its gradients are scaled and have not been checked."""
-        self.phase = READY
-        self["stage"] = READY_STAGE
-        self[_FLAGS] = {}
-        self.earlier, self.kept = [], {}
-        self.reader, self.raised, self.stale, self.clipped, self.began = None, False, False, (), False
 
     def adopt(self) -> None:
         """Follow a stage that other code has written."""
