@@ -152,7 +152,7 @@ class OptimizerStep(dict[str, Any]):
             self.phase = UNSCALED
             self["stage"] = UNSCALED_STAGE
             is_read_later = not (by_step or self.captured)
-            if is_read_later and not is_fused(self.owner()):
+            if is_read_later and not getattr(self.owner(), "_step_supports_amp_scaling", False):  # on the host
                 flag.start_copy()
 
     def keep(self) -> None:
@@ -464,11 +464,6 @@ def _forget(registry: weakref.ref[Steps], key: int, handle: Any) -> None:
 def _has_no_owner(state: Any) -> bool:
     """Return whether a state was put into the registry by other code, or made for its lookup."""
     return state is not None and getattr(state, "owner", _nobody) is _nobody
-
-
-def is_fused(optimizer: Any) -> bool:
-    """Return whether an optimizer reads its flag on the device, and skips by itself."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def unwrap(optimizer: Any) -> Any:
