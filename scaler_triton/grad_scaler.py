@@ -35,7 +35,7 @@ from scaler_triton.kernels.abi import MAX_SCALE, STATUS
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.report import Model, OverflowReport
 from scaler_triton.spikes import Guard
-from scaler_triton.step import CARRIED, FAILED, READY, STEPPED, UNSCALED, OptimizerStep, Phase, Steps
+from scaler_triton.step import CARRIED, FAILED, READY, STEPPED, UNSCALED, OptimizerStep, Steps
 from scaler_triton.update import LaggingCounters, ScalerStats
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
@@ -431,15 +431,10 @@ class GradScaler(torch.amp.GradScaler):
 
         def repeat() -> Iterator[int]:
             for attempt in range(1, most + 1):
-                steps = self._ours.steps  # the body may assign another registry
-                step, before = steps.open(optimizer), steps.outcome(optimizer)
-                if isinstance(before, bool | Phase):  # as a tensor it differs from that of a step in the body
-                    before = torch.tensor(bool(before), device="cpu")
-                held, step.outcome = step.outcome, before
+                before = self._ours.steps.open(optimizer).steps_taken
                 yield attempt
-                step = self._ours.steps.open(optimizer)
-                if step.outcome is before:
-                    step.outcome = held  # a graph that the body has replayed may have written it
+                step = self._ours.steps.open(optimizer)  # the body may have assigned another registry
+                if step.steps_taken == before:
                     return
                 # Other ranks, which were told of a FAILED check, have raised.
                 if step.outcome is None or step.outcome is FAILED or not self.was_skipped(optimizer):

@@ -80,7 +80,7 @@ class OptimizerStep(dict[str, Any]):
 
     __slots__ = (
         "began", "captured", "carried", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome",
-        "owner", "phase", "plan", "raised", "reader", "stale", "takes_scaler", "window",
+        "owner", "phase", "plan", "raised", "reader", "stale", "steps_taken", "takes_scaler", "window",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -92,6 +92,7 @@ class OptimizerStep(dict[str, Any]):
         self.window: Window | None = None  # the last norms, of a guard that looks for spikes
         # What `was_skipped` returns after the last step, or the flag to read it from; FAILED: True. None: not stepped.
         self.outcome: bool | Flag | Tensor | Phase | None = None
+        self.steps_taken = 0  # calls of `step` that have returned, by which `attempts` tells of one
         self.function: Callable[[], Any] = _nobody  # returns a fused optimizer's `step`
         self.takes_scaler = False  # whether that takes the scaler as an argument, as older ones do
         self.fresh = False  # whether this very `step` made the check, and has not used its flag: nobody has written it
@@ -212,6 +213,7 @@ class OptimizerStep(dict[str, Any]):
     def stepped(self, outcome: bool | Flag | Tensor | Phase) -> None:
         """Leave `step`."""
         self.outcome = outcome
+        self.steps_taken += 1
         if not self.began:  # the optimizer has called `update`
             self.reset()
             return
@@ -383,6 +385,7 @@ class Steps(dict[Any, Any]):
         for before in self.all():
             step, owner = OptimizerStep(), before.owner()
             step.plan, step.outcome, step.window = before.plan, before.outcome, before.window
+            step.steps_taken = before.steps_taken
             for handle in before.handles.values():
                 if (optimizer := handle()) is not None:
                     steps._add_handle(step, optimizer, owns=optimizer is owner)

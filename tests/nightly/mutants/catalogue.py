@@ -148,7 +148,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         (" or kernels().launch.capture_query(layout.device)():", ":", _LISTS),
     ],
     "scaler_triton/grad_scaler.py": [
-        ("                    step.outcome = held  #", "                    pass  #", _CAPTURE),
+        ("                if step.steps_taken == before:\n", "                if False:\n"),
         ("is_final = phase in (STEPPED, FAILED) or", "is_final = phase is STEPPED or", "unit/check"),
         ("(self, scale, tracker, checked, captured)", "(self, scale, tracker, checked, False)", _CAPTURE),
         ("            step.raised = steps.unfinished = True\n", "            step.raised = True\n", "unit/step"),
