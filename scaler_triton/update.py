@@ -220,18 +220,19 @@ def _own_flag(step: Any) -> Flag | None:
     return step.own_flag() if hasattr(step, "own_flag") else None
 
 
-def _save_flags(checked: Sequence[Any]) -> None:
+def _saved_any_flag(checked: Sequence[Any], device: torch.device) -> Tensor:
+    """Save the flags that graphs write, and return whether any of the steps' flags is set, fp32 `()` on `device`."""
     for step in checked:
         if (flag := _own_flag(step)) is not None:
             flag.save()
+    return any_flag((flag for step in checked for flag in step["found_inf_per_device"].values()), device)
 
 
 def _update_by_any_flag(ours: Ours, scale: Tensor, tracker: Tensor, checked: Sequence[Any], numbers: Numbers) -> None:
     """Update where no kernel does it, or not all flags are the scaler's own."""
     updater: Any = ours.updater
     headroom = ours.headroom
-    _save_flags(checked)
-    flag = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), updater.device)
+    flag = _saved_any_flag(checked, updater.device)
     measured = None if headroom is None else headroom.measured_by(checked, updater.device)
     if not updater.by_kernel:
         update_by_ops_(scale, tracker, flag, numbers, ours.limits, updater.counters, headroom, measured)
@@ -258,9 +259,7 @@ def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> Non
     if not low <= policy.as_fp32(number) <= high:
         raise ValueError(f"new_scale must be in [min_scale, max_scale], [{low}, {high}], got {new_scale!r}")
     if checked:  # as an update that changes neither scale nor tracker
-        _save_flags(checked)
-        counters = ours.counters.on(scale.device)
-        found_inf = any_flag((f for step in checked for f in step["found_inf_per_device"].values()), scale.device)
+        counters, found_inf = ours.counters.on(scale.device), _saved_any_flag(checked, scale.device)
         counters.copy_(_counted(counters, found_inf != 0, scale, scale, keeps_strikes=True))
     if ours.headroom is not None:  # the overflow that lowered the cap may have had another cause than the scale
         ours.headroom.on(scale.device)[abi.CAP].clamp_(min=number)

@@ -102,7 +102,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("row[0, abi.MEASURED_AT].fill_(1.0)", "row[0, abi.MEASURED_AT] = 1.0", _CAPTURE),
     ],
     "scaler_triton/update.py": [
-        ("        _save_flags(checked)\n        counters", "        counters", _CAPTURE),
+        ("            flag.save()\n", "            pass\n", _CAPTURE),
         ("            tracker[0] = counters[abi.STRIKES] = 0\n", "            tracker[0] = 0\n"),
         ("        increment_version((scale,))  # as if", "        pass  # as if"),
         ("    increment_version((scale,))  # as torch's", "    pass  # as torch's"),
