@@ -1,10 +1,5 @@
-"""Spikes: which norms of gradients are so large that a guard skips their step.
+"""Spikes: which norms of gradients are so large that a guard skips their step, by the rule that `StepGuard` states.
 
-    h = the last `window` finite norms before this one, n = len(h)
-    limit = mean(h) + spike_sigma * max(std(h), 1e-3 * mean(h))                   # std with n - 1
-    skip if the norm is not finite, or n >= max(2, window // 2) and norm > limit
-
-Every finite norm enters h, that of a skipped spike, too: so a lasting change is accepted once it has moved the mean.
 The decision is made in fp64 and without a host wait, by `kernels/spike.py` or by torch's ops, with the same bits.
 """
 
