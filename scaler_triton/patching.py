@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from scaler_triton import grad_scaler
+from scaler_triton import grad_scaler, policy, ranks
 
 
 def _deprecated(kind: str) -> type:
@@ -94,8 +94,7 @@ def patch_torch(*, strict: bool = False) -> AbstractContextManager[None]:
 
     Warns: UserWarning naming the modules outside torch that have imported torch's classes already; they keep them.
     """
-    if not isinstance(strict, bool):
-        raise TypeError(f"strict must be True or False, got {strict!r}")
+    policy.check_bool(strict, "strict")
     if not _patches and (importers := sorted(_importers())):
         warnings.warn(
             f"torch's gradient scalers were imported before patch_torch() by {', '.join(importers)}, and stay there. "
@@ -121,8 +120,6 @@ def _end(ended: set[_Patch]) -> None:
 
 def _hold(patches: set[_Patch]) -> None:
     global _patches
-    from scaler_triton import ranks
-
     _patches = patches
     ranks.strict = any(patch.strict for patch in patches)
 
