@@ -300,7 +300,8 @@ class GradScaler(torch.amp.GradScaler):
         except BaseException as error:
             step.raised = steps.unfinished = True
             if before is UNSCALED and isinstance(error, PeerFailedError):
-                step.peer_failed()  # which clears `raised`: on the rank that failed, `step` has not raised
+                step.peer_failed()
+                step.raised = False  # as on the rank that failed
             raise
         return result
 

@@ -45,12 +45,11 @@ class Marks:
     def __init__(self, plan: GradPlan, counters: Counters) -> None:
         self.plan: GradPlan = weakref.proxy(plan)  # it holds this: a cycle would keep parameters until a collection
         self.counters = counters
-        # Of the last step that was CARRIED: the flags that it goes by, the generation in which it goes on, and that of
-        # its check. The updates in between have counted these flags, too.
-        self._resumed: Flags = {}
-        self._resumed_at: Any = -1
-        self._carried_from: Any = -1
-        self.shared_by: Collection[Marks] = ()  # those of all that it was clipped with, whose flag it goes by
+        # Of the last step that was CARRIED: the generation of its check, and all that it was clipped with.
+        self._checked_at = torch.tensor(-1, device="cpu")
+        self.shared_by: Collection[Marks] = ()
+        # Of the last one that was skipped: the generation in which it went on, and that of its check.
+        self._cause: Tensor | None = None
         self._on_host: dict[int, dict[int, int]] = {}  # by generation: the kinds found on the CPU, by parameter
         self._unmarked: set[str] = set()  # gradients that kernels check without a mark, in words
 
@@ -85,23 +84,28 @@ class Marks:
 
     def carry(self, clipped: Sequence[OptimizerStep]) -> None:
         """Record that a step, `clipped` with others, is going to be CARRIED over an update that comes now."""
-        self._carried_from = self._generation()
+        self._checked_at = self._generation()
         self.shared_by = weakref.WeakSet(step.plan.marks for step in clipped if step.plan is not None)
 
     def resume(self, flags: Flags) -> None:
-        """Record that a CARRIED step goes on with these flags, which its update may clear."""
-        copies = {device: flag.clone() for device, flag in flags.items()}
-        self._resumed, self._resumed_at = copies, self._generation()
+        """Record that a CARRIED step goes on with these flags, which the updates since its check have counted, too."""
+        now = self._generation()
+        new = torch.stack([now, self._checked_at.to(now.device)])
+        self._cause = torch.full_like(new, -1) if self._cause is None else self._cause.to(now.device)
+        for flag in flags.values():
+            self._cause = torch.where((flag != 0).reshape(()).to(now.device), new, self._cause)
 
-    def _generation(self) -> Any:
+    def _generation(self) -> Tensor:
         counters = self.counters.values
-        return counters[SKIPPED] if isinstance(counters, list) else counters[SKIPPED].clone()
+        is_list = isinstance(counters, list)
+        return torch.tensor(counters[SKIPPED], device="cpu") if is_list else counters[SKIPPED].clone()
 
     def cause(self, generation: int) -> int | None:
         """Wait for the device, and return the generation of the check for which a carried step of this one skips."""
-        if self._resumed_at == generation and any(flag.item() for flag in self._resumed.values()):
-            return int(self._carried_from)
-        return None
+        if self._cause is None:
+            return None
+        went_on_at, checked_at = self._cause.tolist()
+        return int(checked_at) if went_on_at == generation else None
 
     def of(self, generations: Collection[int]) -> dict[int, int]:
         """Wait for the device, and return the kinds of what was not finite in these generations, by parameter."""
@@ -127,7 +131,7 @@ class Marks:
 
     def forget(self) -> None:
         """Clear all marks."""
-        self._on_host, self._resumed = {}, {}
+        self._on_host, self._cause = {}, None
         for layout in self.plan.layouts:
             for each in layout.tables.values():
                 each.bits.zero_()

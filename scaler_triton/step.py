@@ -190,9 +190,12 @@ class OptimizerStep(dict[str, Any]):
 
     def read_failure(self) -> None:
         """Follow a rank whose check FAILED, if any, where the call would raise for its order: it checks again there."""
-        if self.phase is UNSCALED and self.flag is not None and not self.captured:
+        if self.phase is not UNSCALED or self.captured:
+            return
+        for step in self.clipped or (self,):
             try:
-                self.flag.on_host(self[_FLAGS], fresh=False)
+                if step.flag is not None:
+                    step.flag.on_host(step[_FLAGS], fresh=False)
             except PeerFailedError:
                 self.peer_failed()
             except RuntimeError:  # the ranks hold different scales
@@ -202,9 +205,9 @@ class OptimizerStep(dict[str, Any]):
         """Do what the rank did whose check FAILED before `step`: skip, with all that were clipped together."""
         for step in self.clipped or (self,):
             if step.phase is UNSCALED:
-                stale = step.stale
+                before = step.raised, step.stale
                 step.failed(None)
-                step.stale = stale
+                step.raised, step.stale = before
 
     def undo_failed_look(self, phase: Phase) -> None:
         """Return to the phase before a check-only call that FAILED: `step` checks again, as the other ranks do."""
