@@ -46,7 +46,7 @@ class Marks:
         self.plan: GradPlan = weakref.proxy(plan)  # it holds this: a cycle would keep parameters until a collection
         self.counters = counters
         # Of the last step that was CARRIED: the generation of its check, and all that it was clipped with.
-        self._checked_at = torch.tensor(-1, device="cpu")
+        self._checked_at: Tensor | None = None
         self.shared_by: Collection[Marks] = ()
         # Of the last one that was skipped: the generation in which it went on, and that of its check.
         self._cause: Tensor | None = None
@@ -89,6 +89,8 @@ class Marks:
 
     def resume(self, flags: Flags) -> None:
         """Record that a CARRIED step goes on with these flags, which the updates since its check have counted, too."""
+        if self._checked_at is None:
+            return
         now = self._generation()
         new = torch.stack([now, self._checked_at.to(now.device)])
         self._cause = torch.full_like(new, -1) if self._cause is None else self._cause.to(now.device)

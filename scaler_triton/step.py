@@ -291,8 +291,9 @@ class Steps(dict[Any, Any]):
             or (parameters and parameters[0].device != plan.first_device)
             or (plan.dtensors and plan.spec_of_first() != plan.first_spec)
         ):
-            plan = step.plan = GradPlan(parameters, self.requested, measures=self.measures)
+            plan = GradPlan(parameters, self.requested, measures=self.measures)
             plan.marks = Marks(plan, self.counters)
+            step.plan = plan
         return plan
 
     def all(self) -> list[OptimizerStep]:

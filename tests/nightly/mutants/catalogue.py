@@ -139,7 +139,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/report.py": [
         ("generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1", "generation = counters[SKIPPED]"),
         ("mark >> KIND_BITS in generations:", "True:", "gpu/capture"),
-        ("return int(self._carried_from)", "return None", "gpu/capture"),
+        ("int(checked_at) if went_on_at == generation", "None if True", "gpu/capture"),
     ],
     "scaler_triton/ops.py": [
         ("found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))", "found_inf.copy_(flag)", "gpu/gpu"),
