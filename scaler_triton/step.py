@@ -122,7 +122,7 @@ class OptimizerStep(dict[str, Any]):
 
     def require_unscalable(self, hint: str = "", *, again: bool = False) -> None:
         """Raise torch's errors for a wrong order of calls; with `again`, UNSCALED and FAILED gradients are accepted."""
-        if not again:
+        if not again or self.stale:
             self.read_failure()
         if self.phase is FAILED and self.stale:
             self.reset()
@@ -189,7 +189,7 @@ class OptimizerStep(dict[str, Any]):
         self[_FLAGS] = ones
 
     def read_failure(self) -> None:
-        """Follow a rank whose check FAILED, if any, where the call would raise for its order: it checks again there."""
+        """Follow a rank whose check FAILED, if any, where only that rank would check the next batch."""
         if self.phase is not UNSCALED or self.captured:
             return
         for step in self.clipped or (self,):
@@ -355,7 +355,7 @@ class Steps(dict[Any, Any]):
     def set_aside(self, given: Sequence[OptimizerStep]) -> Iterator[None]:
         """Take steps that are checked, but not stepped, out of the registry during an update that ends `given` ones.
 
-        UNSCALED ones come back stale: another check before their `step` means that the step was left out.
+        They come back stale: another check before their `step` means that the step was left out.
         """
         waiting = {
             key: step
@@ -367,7 +367,7 @@ class Steps(dict[Any, Any]):
             del self[key]
             if step.plan is not None and not step.stale:
                 step.plan.marks.carry(step.clipped)
-            step.stale = step.phase is UNSCALED
+            step.stale = True
         try:
             yield
         finally:

@@ -203,11 +203,12 @@ def _backward(accelerator: Any, loss: Any, **kwargs: Any) -> None:
 def _unscale_gradients(accelerator: Any, optimizer: Any = None) -> None:
     """`Accelerator.unscale_gradients`, after which optimizers still know whether their last step was skipped."""
     given = accelerator._optimizers if optimizer is None else optimizer
-    for one in given if isinstance(given, (list, tuple)) else [given]:
+    several = given if isinstance(given, (list, tuple)) else [given]
+    for one in several:
         if isinstance(one, _AcceleratedOptimizer):
             one.keep_answer()
-        if isinstance(accelerator.scaler, StepGuard):  # Accelerate's own does nothing unless it is fp16
-            unscale_once(accelerator.scaler, one)
+    if isinstance(accelerator.scaler, StepGuard):  # Accelerate's own does nothing unless it is fp16
+        unscale_once(accelerator.scaler, *several)
     type(accelerator).unscale_gradients(accelerator, optimizer)
 
 

@@ -12,10 +12,20 @@ from scaler_triton.check import resume
 from scaler_triton.step import CARRIED, FAILED, UNSCALED, parameters_of
 
 
-def unscale_once(scaler: Any, optimizer: Any) -> None:
-    """Call `unscale_` unless the gradients were unscaled in this step, or before the last update."""
-    if scaler._enabled and not is_unscaled(scaler, optimizer):
-        scaler.unscale_(optimizer)
+def unscale_once(scaler: Any, *optimizers: Any) -> None:
+    """Call `unscale_` for each unless its gradients were unscaled in this step, or before the last update.
+
+    An error is raised after the last one: other ranks go on to it, too.
+    """
+    error: Exception | None = None
+    for optimizer in optimizers if scaler._enabled else ():
+        try:
+            if not is_unscaled(scaler, optimizer):
+                scaler.unscale_(optimizer)
+        except Exception as failure:
+            error = error or failure
+    if error is not None:
+        raise error
 
 
 def is_unscaled(scaler: Any, optimizer: Any) -> bool:

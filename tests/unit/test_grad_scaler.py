@@ -199,8 +199,7 @@ def test_a_disabled_scaler_is_copied_whatever_it_was_asked_and_whoever_made_it(c
 
 
 @EACH
-def test_a_pickle_imports_its_own_class_only(cls: Any) -> None:
-    """Whatever else it named could never move."""
+def test_a_pickle_names_its_own_class_only(cls: Any) -> None:
     opcodes = pickletools.genops(pickle.dumps(started(cls, "cpu"), protocol=2))
     assert [name for opcode, name, _ in opcodes if "GLOBAL" in opcode.name] == [f"{cls.__module__} {cls.__name__}"]
 
