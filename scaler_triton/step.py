@@ -195,7 +195,7 @@ class OptimizerStep(dict[str, Any]):
         for step in self.clipped or (self,):
             try:
                 if step.flag is not None:
-                    step.flag.on_host(step[_FLAGS], fresh=False)
+                    step.flag.on_host(step[_FLAGS], fresh=True)  # the failure, which nobody writes
             except PeerFailedError:
                 self.peer_failed()
             except RuntimeError:  # the ranks hold different scales
