@@ -319,9 +319,9 @@ def form_matcher(*tensors: Any) -> Matcher:
 
 
 def list_matcher(tensors: Sequence[Any], matchers: Sequence[Matcher]) -> Matcher:
-    """Return a `form_matcher` of many tensors, given that of each; it takes half as long as all of these.
+    """Return a check of many tensors as by `form_matcher`; `matchers` are those of each, the same for equal forms.
 
-    Of a long list it checks eight a call. Eights of the same forms share a guard: its memory stays in the caches.
+    Of a long list it checks eight a call. Eights of the same forms share a guard, whose memory stays in the caches.
     """
     if len(tensors) <= 64:
         return form_matcher(*tensors)
@@ -336,6 +336,7 @@ def list_matcher(tensors: Sequence[Any], matchers: Sequence[Matcher]) -> Matcher
 
     def match(*others: Any) -> bool:
         each = iter(others)
+        # `zip` ends with the eights, so the rest is still to come from `each`.
         return all(starmap(call, zip(eights, *[each] * 8, strict=False))) and match_rest(*each)
 
     return match

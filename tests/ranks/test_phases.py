@@ -103,7 +103,7 @@ def test_23_a_rank_whose_step_failed_joins_the_reduction_of_the_next_batch(two, 
 def check_that_failed(rank: int, how: str, kind: str) -> list[float]:
     """Rank 1 cannot check a batch, which all drop: they go on with the next one, without an update but for a guard."""
     scaler: Any = StepGuard("cpu") if kind == "guard" else new_scaler(kind)
-    params, leaves = [cases.plain_param(4) for _ in range(2)], how.startswith("left out")
+    params, drops = [cases.plain_param(4) for _ in range(2)], how.startswith("drop")
     optimizers = [new_optimizer("sgd", [param]) for param in params]
     calls: dict[str, Any] = {
         "unscale_": lambda: scaler.unscale_(optimizers[0]),
@@ -111,31 +111,32 @@ def check_that_failed(rank: int, how: str, kind: str) -> list[float]:
         "parameters": lambda: scaler.clip_grad_norm_(optimizers[0], 100.0, parameters=params[:1]),
         "together": lambda: scaler.clip_grad_norm_(optimizers, 100.0),
         "only here": lambda: batch == 1 and scaler.unscale_(optimizers[0]),
+        "step": lambda: batch == 1 and [cases.said(scaler.step, optimizers[0]), scaler.unscale_(optimizers[0])],
     }
     for batch in range(3):
         _begin(scaler, *params)
         if (rank, batch) == (1, 1):
             params[0].grad = torch.ones(1).expand(4)
         with suppress(RuntimeError):
-            calls["unscale_" if leaves and batch == 1 else how.removeprefix("left out, ")]()
-            if leaves and batch == 1:
+            calls["unscale_" if drops and batch == 1 else how.removeprefix("drop, ")]()
+            if drops and batch == 1:
                 continue
             for optimizer in optimizers if how == "together" else optimizers[:1]:
                 scaler.step(optimizer)
             if kind != "guard":
                 scaler.update()
-        if kind == "guard" and not leaves:  # as docs/guard.md asks of loops that drop a batch
+        if kind == "guard" and not drops:  # as docs/guard.md asks of loops that drop a batch
             scaler.update()
     return [each for param in params for each in cases.numbers(param)]
 
 
 @pytest.mark.parametrize(
-    "how", ["unscale_", "clip", "parameters", "together", "only here", "left out, unscale_", "left out, parameters"]
+    "how", ["unscale_", "clip", "parameters", "together", "only here", "drop, unscale_", "drop, parameters", "step"]
 )
 @pytest.mark.parametrize("kind", ["sharded", "guard"])
 def test_a_rank_whose_check_failed_joins_those_of_the_next_batch(two, how, kind):
     """Where that makes none before the step, all ranks skip it, too."""
     first, second = two.run(check_that_failed, how, kind)
     assert first == second
-    steps = 1 if (kind, how) in [("sharded", "only here"), ("guard", "left out, parameters")] else 2
+    steps = 1 if (kind, how) in [("sharded", "only here"), ("guard", "drop, parameters")] else 2
     assert first[0] == 1.0 - steps * LEARNING_RATE * GRADIENT / (1.0 if kind == "guard" else INIT_SCALE)

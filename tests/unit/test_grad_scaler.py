@@ -21,8 +21,6 @@ from scaler_triton.policy import NO_LIMITS, Limits
 
 EACH = pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
 SCALE = 4.0
-
-
 CLONES = [copy.copy, copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))]
 COPIES = pytest.mark.parametrize("clone", CLONES, ids=["copy", "deepcopy", "pickle"])
 
@@ -136,11 +134,13 @@ def test_7_what_comes_by_position_is_forwarded_and_a_closure_by_keyword_is_refus
 
 def test_unscale_once_unscales_once_in_a_step_and_across_an_update() -> None:
     scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), sgd([torch.full((1,), 8.0)])
+    with pytest.raises(RuntimeError, match="single memory location"):  # after the other one
+        unscale_once(scaler, sgd([torch.ones(1).expand(4)]), optimizer)
     for between in (None, scaler.update, None):
         if between:
             between()
-        unscale_once(scaler, optimizer)
         assert optimizer.param_groups[0]["params"][0].grad.tolist() == [2.0]
+        unscale_once(scaler, optimizer)
     scaler.step(optimizer)
     assert values(optimizer) == [-1.0]
 

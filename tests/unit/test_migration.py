@@ -118,8 +118,6 @@ def test_deepspeeds_fp16_optimizer_saves_less_and_a_static_scale_stays() -> None
 MEGATRON: dict[str, Any] = {"scale": torch.tensor([64.0]), "growth_tracker": 0, "hysteresis_tracker": 2}
 NUMBERS: dict[str, Any] = {"growth_interval": 3, "hysteresis": 2, "min_scale": 8.0}
 DEEPSPEED = vars(DeepSpeed(64.0, 3, 2, 8.0))
-
-
 WRONG = [
     (MEGATRON, {"scale": 0.0}, "scale must be a positive finite fp32 number .*, got 0.0"),
     (MEGATRON, {"scale": torch.ones(2)}, r"scale must be one number, got a tensor of shape \(2,\)"),
