@@ -187,9 +187,9 @@ def _filled(batch: Batch, mode: str) -> GradTable:
     if mode == "clip" and table is layout.tables.get("norm"):
         return table  # the norm's pass has filled it
     if present is batch.tensors:
-        table.set_addresses(tuple(map(Tensor.data_ptr, present)))
+        table.set_addresses(map(Tensor.data_ptr, present))
     else:
-        table.set_addresses(tuple(0 if tensor is None else tensor.data_ptr() for tensor in batch.tensors))
+        table.set_addresses(0 if tensor is None else tensor.data_ptr() for tensor in batch.tensors)
     return table
 
 

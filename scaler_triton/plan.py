@@ -7,6 +7,7 @@ guard finds that every gradient has the form (type, dtype, device, shape, stride
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import compress, repeat, starmap
 from operator import attrgetter, call, is_not, itemgetter
@@ -29,6 +30,9 @@ Matcher = Callable[..., bool]  # returns whether tensors have the form of those 
 
 _spec_of, _shard_of = attrgetter(gradients.SPEC), attrgetter(gradients.SHARD)
 _grad_of = attrgetter("grad")
+# At each `.grad` torch asks a subclass for its override, and DTensor, too, which has none: a third of its time.
+_NO_OVERRIDE = getattr(torch._C, "_disabled_torch_function_impl", None)
+_unasked: Callable[[], Any] = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
 
 
 class LayoutKey(NamedTuple):
@@ -92,6 +96,8 @@ class GradPlan:
         self.written = False  # whether the last pass began to write the gradients
         self.dtensors = {i: each for i, each in enumerate(self.parameters) if gradients.is_dtensor(each)}
         self.first_spec = self.spec_of_first()
+        overrides = not all(is_plain(each) or each.__torch_function__ is _NO_OVERRIDE for each in self.parameters)
+        self._reading: Callable[[], Any] = nullcontext if overrides else _unasked
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
         # Of all gradients of a step in which none was missing; and for each gradient, shared by those of one form.
@@ -107,8 +113,12 @@ class GradPlan:
         its number of terms: if that is finite, so is the sum, which needs a collective that a rank without such a
         gradient would not join. With `summed` every unreduced gradient is replaced by its sum, by that collective.
         """
-        grads: Sequence[Tensor | None] = tuple(map(_grad_of, self.parameters))  # a slice of all is itself, no copy
-        local = self._known_shards(grads) if self.dtensors else grads
+        if self.dtensors:
+            with self._reading():
+                grads: Sequence[Tensor | None] = tuple(map(_grad_of, self.parameters))
+            local = self._known_shards(grads)
+        else:
+            local = grads = tuple(map(_grad_of, self.parameters))  # a slice of all is itself, no copy
         here: list[bool] | None = None  # which are not missing; None: all
         known = bool(local) and (allow_fp16 or not self._has_fp16)
         if known and not self._match_all(*local):

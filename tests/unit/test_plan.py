@@ -5,6 +5,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import is_
 from types import SimpleNamespace
 from typing import Any
@@ -271,6 +272,7 @@ def test_a_dtensors_shard_is_collected_in_every_step(private: bool, monkeypatch:
     if not private:  # a torch without the names that are looked up
         monkeypatch.setattr(plan.gradients, "SPEC", "no_such_name")
         monkeypatch.setattr(plan, "_spec_of", lambda grad: grad.no_such_name)
+        monkeypatch.setattr(plan, "_NO_OVERRIDE", None)
     parameter = torch.nn.Parameter(placed(torch.zeros(3), Shard(0)))
     planned = GradPlan([parameter], "torch")
     assert planned.is_distributed
@@ -281,6 +283,20 @@ def test_a_dtensors_shard_is_collected_in_every_step(private: bool, monkeypatch:
         assert batch.present[0].data_ptr() == parameter.grad.to_local().data_ptr()
     parameter.grad = None
     assert planned.collect() == []
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("overrides", [True, False])
+def test_a_type_beside_dtensors_is_asked_for_its_override_if_it_has_one(overrides: bool) -> None:
+    class Asked(Own):
+        @classmethod
+        def __torch_function__(cls, function: Any, *rest: Any) -> Any:
+            return lent if function == Tensor.grad.__get__ else super().__torch_function__(function, *rest)
+
+    lent, other = torch.ones(3), torch.ones(3).as_subclass(Asked if overrides else Tensor)  # type: ignore[arg-type]
+    planned = GradPlan([torch.nn.Parameter(placed(torch.zeros(3), Shard(0))), other], "torch")
+    assert planned._reading is (nullcontext if overrides else torch._C.DisableTorchFunctionSubclass)
+    assert collected(planned) == [lent.data_ptr()] * overrides
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
