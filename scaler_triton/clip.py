@@ -25,7 +25,7 @@ from scaler_triton import check, gradients, passes, policy, torch_ops
 from scaler_triton.check import OUR_METHODS, Part
 from scaler_triton.dispatch import stacklevel
 from scaler_triton.flag import any_flag, fp32_on, report_failure
-from scaler_triton.kernels.abi import OVERFLOWS
+from scaler_triton.kernels.abi import FAILED, OVERFLOWS
 from scaler_triton.ranks import Ranks, group_ranks, mesh_ranks, replicas_of, several_ranks
 from scaler_triton.step import CARRIED, READY, parameters_of, unwrap
 
@@ -40,6 +40,7 @@ _NOT_HELD = (
     "No optimizer holds any of `parameters`, no gradient clipping will occur. Were they taken before FSDP replaced "
     "the model's?"
 )
+_FAILURE = 2.0**20  # what a rank that failed adds to the number of set flags
 # torch's message.
 _NONFINITE = (
     "The total norm of order {} for gradients from `parameters` is non-finite, so it cannot be clipped. To disable "
@@ -104,9 +105,9 @@ def _clip_scaled(
         if request.at_once:
             norm, refused = _clip_at_once(scaler, parts, peers, request, read)
         else:
-            norm, flag, refused = _clip_by_terms_(read, peers, request)
+            norm, bad, refused = _clip_by_terms_(read, peers, request)
             for part in parts if len(parts) > 1 or peers is not None else ():
-                _take_flag(scaler, part, flag, peers)
+                _take_flag(scaler, part, bad, peers)
     except BaseException:  # gradients are half written
         for part in parts:
             check.step_failed(scaler, part.step)
@@ -114,6 +115,8 @@ def _clip_scaled(
     finally:
         for part in parts:
             part.step.clipped = [each.step for each in parts]
+            if len(parts) > 1:
+                part.step.joint = [*part.step.joint, *part.step.clipped]
     scaler._ours.steps.unfinished = True
     return norm, refused
 
@@ -207,15 +210,16 @@ def _clip_unscaled(
     return norm, refused
 
 
-def _take_flag(scaler: GradScaler, part: Part, shared: Tensor, peers: Ranks | None) -> None:
-    """Replace an optimizer's flag on every device by the flag of all that are clipped together."""
+def _take_flag(scaler: GradScaler, part: Part, bad: Tensor, peers: Ranks | None) -> None:
+    """Replace an optimizer's flag on every device by that of all that are clipped together, set if `bad` is not 0."""
     step = part.step
     flag, flags = step.own_flag() if scaler._ours.steps.exposed else step.flag, step["found_inf_per_device"]
     if flag is not None and check.has_flag(scaler, flags, peers):
-        flag.share(shared)
+        flag.share(bad)
+        flag.status[FAILED].clamp_(min=bad >= _FAILURE)
         step["found_inf_per_device"] = check.flags_on(scaler, flag, flags, part.plan, peers)
     else:
-        step["found_inf_per_device"] = {device: shared.to(device, copy=True) for device in flags}
+        step["found_inf_per_device"] = {device: (bad != 0).float().to(device, copy=True) for device in flags}
 
 
 def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) -> None:
@@ -240,7 +244,7 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) 
         if request.at_once:
             report_failure(peers, device, by_norm=True, measures=scaler._ours.steps.measures)
         else:
-            values = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64, device=device)
+            values = torch.tensor([0.0, 1.0, _FAILURE], dtype=torch.float64, device=device)
             peers.reduce_(values, "MAX" if request.norm_type == math.inf else "SUM")
 
 
@@ -276,23 +280,23 @@ def _terms_of(
 def _clip_by_terms_(
     read: tuple[list[Tensor], Tensor], peers: Ranks | None, request: Request
 ) -> tuple[Tensor, Tensor, bool]:
-    """Clip by what `_terms_of` returned on all ranks; return the norm, the flag, and whether the norm is refused.
+    """Clip by what `_terms_of` returned on all ranks; return the norm, the flags' sum, and whether the norm is refused.
 
-    One reduction gives norm and flag, each shard counted once:
+    One reduction gives norm and flags, each shard counted once:
     (sum over ranks and shards of abs(g) ** order / replicas) ** (1 / order), for inf the largest abs(g)
     """
     (grads, terms), order = read, request.norm_type
     if peers is not None:
         peers.reduce_(terms, "MAX" if order == math.inf else "SUM")
     term, is_nan, bad = terms
-    norm, flag = term if order == math.inf else term ** (1.0 / order), (bad != 0).float()
+    norm = term if order == math.inf else term ** (1.0 / order)
     norm = torch.where(is_nan != 0, math.nan, norm).float()
     if request.error_if_nonfinite and not math.isfinite(norm.item()):
-        return norm, flag, True
-    coefficient = torch_ops.coefficient(flag, norm, request.max_norm)
+        return norm, bad, True
+    coefficient = torch_ops.coefficient(bad, norm, request.max_norm)
     for device in dict.fromkeys(grad.device for grad in grads):
         torch._foreach_mul_([grad for grad in grads if grad.device == device], coefficient.to(device))
-    return norm, flag, False
+    return norm, bad, False
 
 
 def _checked_optimizers(optimizers: Any) -> list[Any]:

@@ -630,7 +630,8 @@ class GradScaler(torch.amp.GradScaler):
                 if measured is not None:  # of the gradients as they were scaled
                     step.flag.measured.copy_(measured)  # type: ignore[union-attr]
         except BaseException:
-            if step.phase is FAILED and phase not in (UNSCALED, CARRIED):
+            is_checked = phase is UNSCALED or (phase is CARRIED and self._ours.guard is None)  # `step` will not check
+            if step.phase is FAILED and not is_checked:
                 step.undo_failed_look(phase)
             raise
         return step["found_inf_per_device"]

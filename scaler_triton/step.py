@@ -79,8 +79,8 @@ class OptimizerStep(dict[str, Any]):
     """
 
     __slots__ = (
-        "began", "captured", "carried", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome",
-        "owner", "phase", "plan", "raised", "reader", "stale", "steps_taken", "takes_scaler", "window",
+        "began", "captured", "carried", "clipped", "earlier", "flag", "fresh", "function", "handles", "joint", "kept",
+        "outcome", "owner", "phase", "plan", "raised", "reader", "stale", "steps_taken", "takes_scaler", "window",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -110,6 +110,7 @@ class OptimizerStep(dict[str, Any]):
         self.raised = False  # whether the last call of `step` raised, and no check or failure was recorded since
         self.began = False  # whether `step` was called since the last update
         self.clipped: Sequence[OptimizerStep] = ()  # all of the last clip since the update, even if it failed
+        self.joint: Sequence[OptimizerStep] = ()  # all of any clip of several since then
         # Whether a loss was scaled after the check of an UNSCALED or FAILED step; a guard's: another step began anew.
         self.stale = False
 
@@ -332,7 +333,7 @@ class Steps(dict[Any, Any]):
                 copied = torch.clone if step.phase is UNSCALED else torch.ones_like
                 step.kept = {device: copied(flag) for device, flag in step[_FLAGS].items()} if is_kept else {}
                 if is_kept and step.plan is not None and not step.stale:  # a guard's was carried when it became stale
-                    step.plan.marks.carry(step.clipped)
+                    step.plan.marks.carry(step.joint)
 
     def close(self, captured: bool) -> None:
         """End an update: each step becomes READY, or CARRIED if it was unscaled and not stepped."""
@@ -366,7 +367,7 @@ class Steps(dict[Any, Any]):
         for key, step in waiting.items():
             del self[key]
             if step.plan is not None and not step.stale:
-                step.plan.marks.carry(step.clipped)
+                step.plan.marks.carry(step.joint)
             step.stale = True
         try:
             yield
@@ -464,7 +465,7 @@ def _forget(registry: weakref.ref[Steps], key: int, handle: Any) -> None:
         return
     del steps[key], step.handles[key]
     if step.owner is handle and (step[_FLAGS] or step["stage"] is not READY_STAGE):
-        step.plan, step.clipped = None, ()  # they hold its parameters
+        step.plan, step.clipped, step.joint = None, (), ()  # they hold its parameters
         steps["freed", id(step)] = step
 
 

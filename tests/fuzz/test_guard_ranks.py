@@ -23,7 +23,7 @@ from scaler_triton.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 
-CHECKS = ["none", "unscale_", "clip", "clip by inf", "clip parameters", "again"]
+CHECKS = ["none", "unscale_", "clip", "clip by inf", "clip parameters", "again", "look"]
 Place = tuple[int, int] | None  # a rank and an optimizer
 
 
@@ -154,7 +154,7 @@ class Loop:
             for indices in [batch.order] if batch.joint else [[index] for index in batch.order]:
                 self._check(number, batch, indices)
         for index in batch.order:
-            if batch.in_turn or batch.checks[index] == "again":
+            if batch.in_turn or batch.checks[index] in ("again", "look"):
                 self._check(number, batch, [index])
             optimizer, dies = self.optimizers[index], batch.dies == (self.group.rank(), index)
             with patch.object(optimizer, "step", side_effect=MemoryError) if dies else nullcontext():
@@ -179,8 +179,9 @@ class Loop:
             if how == "again":  # as Accelerate and Lightning clip
                 params = [self.params[index] for index in indices]
                 self._call(number, clip_again, self.guard, optimizers, 1.0, model=None, parameters=params)
-            for optimizer in optimizers if how == "unscale_" else ():
-                self._call(number, self.guard.unscale_, optimizer)
+            single = {"unscale_": self.guard.unscale_, "look": self.guard._check_inf_per_device}.get(how)
+            for optimizer in optimizers if single else ():
+                self._call(number, single, optimizer)
 
 
 def are_equal(program: Program) -> None:
@@ -214,6 +215,16 @@ def test_ranks_of_a_guard_stay_equal_after_an_error_on_one(chunk: Chunk) -> None
     chunk.run(are_equal, programs())
 
 
-def test_a_rank_whose_look_at_a_carried_step_fails_clips_as_the_others_do() -> None:
-    batch = Batch(False, ["again"] * 2, [0, 1], False, [1.0, 1.0], (0, 1), False, None, None, False)
-    are_equal(Program([False, False], 3.0, None, "after each step", False, [batch] * 2))
+@pytest.mark.parametrize(
+    ("checks", "no_memory", "updates", "repeats"),
+    [
+        (["again", "again"], False, "after each step", False),  # its look at a carried step
+        (["unscale_", "look"], False, "after each step", False),
+        (["unscale_", "again"], True, "in each batch", True),  # a clip of what is checked
+    ],
+)
+def test_a_rank_that_fails_goes_on_as_the_other_does(
+    checks: list[str], no_memory: bool, updates: str, repeats: bool
+) -> None:
+    batch = Batch("unscale_" in checks, checks, [0, 1], False, [1.0, 1.0], (0, 1), no_memory, None, None, repeats)
+    are_equal(Program([False, False], 3.0, None, updates, False, [batch] * 2))

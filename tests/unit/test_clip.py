@@ -350,10 +350,10 @@ def test_one_reduction_is_the_norms_each_gradient_counted_once(way: str, want: A
 @pytest.mark.parametrize(
     ("options", "want"),
     [
-        # NaN for the norm, the flag, and where that is reduced with it the failure; or the norm's term, NaN, flag.
+        # NaN for the norm, the flag, and where that is reduced with it the failure; or the norm's term, NaN, failure.
         ({}, [True, math.nan, 1.0, 1.0, 0.0, 0.0]),
-        ({"norm_type": 1.0}, [True, 0.0, 1.0, 1.0]),
-        ({"norm_type": math.inf}, [False, 0.0, 1.0, 1.0]),
+        ({"norm_type": 1.0}, [True, 0.0, 1.0, 2.0**20]),
+        ({"norm_type": math.inf}, [False, 0.0, 1.0, 2.0**20]),
     ],
 )
 def test_a_rank_that_fails_makes_the_norm_of_all_nan(options: Any, want: Any, reduced: list[Any]) -> None:

@@ -20,6 +20,7 @@ from scaler_triton.dispatch import kernels
 from scaler_triton.kernels.abi import COUNTERS, INF, NAN, SKIPPED
 from scaler_triton.plan import GradPlan
 from scaler_triton.report import BadGradient, Marks, OverflowReport, Spike
+from scaler_triton.step import parameters_of
 from scaler_triton.update import Counters
 
 ROOT = Path(__file__).parents[2]
@@ -60,10 +61,13 @@ class Run:
 
 @PLACES
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("joint", [0, 1, 2])
 @pytest.mark.parametrize("guards", [False, True])
-def test_updates_between_check_and_step_lose_no_cause(place: Place, count: int, joint: bool, guards: bool) -> None:
-    """All of one batch; what is clipped together skips by the first one's overflow, or by the spike of all."""
+def test_updates_between_check_and_step_lose_no_cause(place: Place, count: int, joint: int, guards: bool) -> None:
+    """All of one batch; what is clipped together skips by the first one's overflow, or by the spike of all.
+
+    With `joint` 2 the last one is then clipped again, alone.
+    """
     options: dict[str, Any] = {"spike_sigma": 3.0, "window": 2} if guards else {"init_scale": 4.0}
     scaler: Any = (StepGuard if guards else GradScaler)(place.device, backend=place.backend, **options)
     scaler.scale(torch.ones((), device=place.device))
@@ -72,6 +76,8 @@ def test_updates_between_check_and_step_lose_no_cause(place: Place, count: int, 
         for number, optimizer in enumerate(held):
             optimizer.param_groups[0]["params"][0].grad.fill_(1.0 if joint and not guards and number else size)
         scaler.clip_grad_norm_(held, 1.0) if joint else [scaler.clip_grad_norm_(each, 1.0) for each in held]
+        if joint == 2:
+            scaler.clip_grad_norm_(held[-1], 1.0, parameters=parameters_of(held[-1]))
         for optimizer in held:
             scaler.step(optimizer)
             scaler.update()

@@ -84,6 +84,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("all(map(call, compress(self._matchers, here), compress(local, here)))", "not all(here)"),
         ("known = known and layout.backend is not None", "pass"),
         ("        self._match_all = unknown  # its forms", "        # its forms"),
+        ("nullcontext if overrides else _unasked", "_unasked"),
         ("partials[index] = local.detach() * terms", "partials[index] = local.detach()"),
         ("            check_gradient(grad, f\"the gradient of parameter {index}\")\n", "            pass\n"),
     ],
@@ -121,6 +122,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("len(parts) > 1 and check.has_flag(scaler, part.flags, peers):", "len(parts) > 1:"),
         ("totals[OVERFLOWS] = 1.0  # nothing is clipped then", "pass"),
         ("part.step.clipped = [each.step for each in parts]", "pass", "ranks/phases"),
+        ("if len(parts) > 1:\n                part.", "if 0:\n                part.", "unit/report"),
+        ("flag.status[FAILED].clamp_(min=bad >= _FAILURE)", "pass", _GUARD_RANKS),
     ],
     "scaler_triton/step_guard.py": [
         ("self._begin_anew(optimizer, by_check=False)", "pass"),
@@ -149,6 +152,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/grad_scaler.py": [
         ("                if step.steps_taken == before:\n", "                if False:\n"),
+        ("and self._ours.guard is None)  # `step` will", ")  # `step` will", _GUARD_RANKS),
         ("is_final = phase in (STEPPED, FAILED) or", "is_final = phase is STEPPED or", "unit/check"),
         ("(self, scale, tracker, checked, captured)", "(self, scale, tracker, checked, False)", _CAPTURE),
         ("            step.raised = steps.unfinished = True\n", "            step.raised = True\n", "unit/step"),
