@@ -354,16 +354,6 @@ def test_windows_are_saved_in_the_order_of_first_steps_also_where_one_has_no_nor
     assert guard.state_dict()[KEY]["windows"] == [[5.0], [], [1.0]]
 
 
-@pytest.mark.parametrize(("window", "kept"), [(2, [1.5, 1.25]), (3, [1.0, 1.5, 1.25]), (9, [1.5, 1.0, 1.5, 1.25])])
-def test_a_window_of_another_length_is_taken_as_far_as_it_goes(window: int, kept: list[float]) -> None:
-    other = StepGuard("cpu", spike_sigma=3.0, window=window)
-    optimizer = sgd([torch.ones(1)])
-    other.step(optimizer)  # its window is there already
-    guard, _held = remembered()
-    other.load_state_dict(guard.state_dict())
-    assert other._ours.steps.open(optimizer).window.norms() == kept  # type: ignore[union-attr]
-
-
 def test_checkpoints_go_to_and_from_scalers() -> None:
     guard, optimizer = remembered()
     state = guard.state_dict()
