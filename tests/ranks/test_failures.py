@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ranks import cases
-from ranks.cases import KINDS, NAMES, STEPS, UNSCALE, Fault, Report, assert_agreed, new_optimizer, new_scaler, train
+from ranks.cases import KINDS, STEPS, UNSCALE, Fault, Report, assert_agreed, new_optimizer, new_scaler, train
 
 pytestmark = pytest.mark.distributed
 
@@ -83,33 +83,6 @@ def test_a_rank_alone_with_a_check_that_fails(ranks, kind, options, name, flaw, 
         assert [len(norms) for norms in report.windows] == windows
     for peer in peers:
         assert peer.errors[bad_step].startswith(TOLD if name in ("sgd", "adamw") else "")
-
-
-# A wrong order of calls.
-
-
-def wrong_order(rank: int, kind: str, name: str) -> list[cases.Attempt]:
-    """Each method at the wrong moment as well as at the right one, on every rank."""
-    scaler, params = new_scaler(kind), cases.agreeing_params(kind)
-    optimizer = new_optimizer(name, params)
-    cases.give_grads(scaler, params, 0)
-    return [cases.attempt(scaler, method, optimizer) for method in ("unscale_", "unscale_", "step", "step", "unscale_")]
-
-
-@KINDS
-@NAMES
-def test_a_wrong_order_raises_before_any_collective(two, kind, name):
-    already = "RuntimeError: unscale_() has already been called on this optimizer since the last update()."
-    stepped = "RuntimeError: step() has already been called since the last update()."
-    late = "RuntimeError: unscale_() is being called after step()."
-    expected = [  # error, collectives, whether gradients and parameters changed
-        (None, 1, True, False),
-        (already, 0, False, False),
-        (None, 0, False, True),
-        (stepped, 0, False, False),
-        (late, 0, False, False),
-    ]
-    assert [[each[:4] for each in attempts] for attempts in two.run(wrong_order, kind, name)] == [expected] * 2
 
 
 # Optimizers that ask the scaler themselves.

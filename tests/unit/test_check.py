@@ -215,9 +215,14 @@ def test_a_step_before_any_scale_is_over_with_the_next_loss(two_ranks: None) -> 
 
 @pytest.mark.parametrize("how", ["unscale_", "_check_inf_per_device", "step"])
 @pytest.mark.parametrize("gradient", [1.0, math.nan])
-def test_a_check_is_one_reduction_of_flag_failure_and_scale(how: str, gradient: float, reductions: Any) -> None:
+def test_a_check_is_one_reduction_of_flag_failure_and_scale_and_a_call_out_of_order_is_none(
+    how: str, gradient: float, reductions: Any
+) -> None:
     scaler, optimizer = a_scaler(ShardedGradScaler), sgd([torch.tensor([gradient])])
     getattr(scaler, how)(optimizer)
+    for wrong in {"unscale_": ["unscale_"], "step": ["step", "unscale_"]}.get(how, []):
+        with pytest.raises(RuntimeError, match=r"already been called|called after step"):
+            getattr(scaler, wrong)(optimizer)
     assert reductions == [[float(gradient != 1.0), 0.0, SCALE, -SCALE]]
 
 
