@@ -4,17 +4,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from helpers import params_of
 from torch import Tensor
 
 TOLERANCE = 1e-6  # what `clip_grad_norm_` promises of its norm
 
 
-def parameters_of(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def gradients_of(optimizer: Any) -> Iterator[Tensor]:
-    return (parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
+    return (parameter.grad for parameter in params_of(optimizer) if parameter.grad is not None)
 
 
 def is_fp16(gradient: Tensor) -> bool:

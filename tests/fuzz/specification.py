@@ -19,7 +19,8 @@ from typing import Any
 
 import grads
 import torch
-from grads import gradients_of, has_duplicates, is_fp16, parameters_of, values_in
+from grads import gradients_of, has_duplicates, is_fp16, values_in
+from helpers import params_of
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
@@ -287,7 +288,7 @@ class Specification(torch.amp.GradScaler):
         if any(map(grads.overlaps, gradients_of(optimizer))) and not is_refused:
             raise RuntimeError(OVERLAP)  # torch raises the same, after it has written the gradients of other dtypes
         if allow_fp16:
-            grads.sum_up(parameters_of(optimizer), fp16_only=True)  # difference 16
+            grads.sum_up(params_of(optimizer), fp16_only=True)  # difference 16
         with OnEveryDevice():
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
@@ -327,7 +328,7 @@ class Specification(torch.amp.GradScaler):
         """Difference 18: make a carried step an unscaled one, with the flag of its check or of a later look."""
         state = self._per_optimizer_states[id(optimizer)]
         if id(optimizer) in self._carried:  # a report may name what the update before has counted, too
-            self._now().doubtful.update(map(id, parameters_of(optimizer)), self._shared.get(id(optimizer), ()))
+            self._now().doubtful.update(map(id, params_of(optimizer)), self._shared.get(id(optimizer), ()))
         if is_ready(state) and id(optimizer) in self._carried:
             flag = self._carried.pop(id(optimizer)) or any_set(state["found_inf_per_device"])
             found_inf = {self._scale.device: torch.tensor(float(flag))}
@@ -387,7 +388,7 @@ class Specification(torch.amp.GradScaler):
     ) -> Tensor:
         """Clip by the norm that ours measured, if it is right."""
         order = float(norm_type)
-        everything = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        everything = [parameter for optimizer in optimizers for parameter in params_of(optimizer)]
         chosen = everything if parameters is None else [p for p in everything if any(p is one for one in parameters)]
         if not self._enabled:
             return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
@@ -430,7 +431,7 @@ class Specification(torch.amp.GradScaler):
         for optimizer in optimizers:
             self._skips.pop(id(optimizer), None)
         for optimizer in optimizers:  # all of them are checked before the first is written
-            grads.sum_up(parameters_of(optimizer))
+            grads.sum_up(params_of(optimizer))
             self._validate(optimizer)
         inverse = self._scale.double().reciprocal().float().double().reshape(())
         exact = torch.linalg.vector_norm(grads.together(chosen)) * inverse
@@ -447,7 +448,7 @@ class Specification(torch.amp.GradScaler):
         ready = [optimizer for optimizer in optimizers if is_ready(self._per_optimizer_states[id(optimizer)])]
         for optimizer in ready:  # here, too; a sum means the same as its terms, also where a later optimizer fails
             self._validate(optimizer)
-            grads.sum_up(parameters_of(optimizer), fp16_only=True)
+            grads.sum_up(params_of(optimizer), fp16_only=True)
         for optimizer in ready:
             self.unscale_(optimizer)
 
@@ -455,7 +456,7 @@ class Specification(torch.amp.GradScaler):
         """Have all of them skip if one overflowed; return whether any did."""
         states = [self._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
         overflow = any(any_set(state["found_inf_per_device"]) for state in states)
-        all_of_them = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
+        all_of_them = {id(parameter) for optimizer in optimizers for parameter in params_of(optimizer)}
         self._shared.update(dict.fromkeys(map(id, optimizers), all_of_them))
         for state in states if len(states) > 1 else ():
             state["stays"] = bool(state["found_inf_per_device"])  # no look at one of them overrules it
@@ -568,7 +569,7 @@ class Specification(torch.amp.GradScaler):
 
     def _look(self, optimizer: Any) -> Kinds:
         """Return the kinds in gradients that hold any."""
-        parameters = parameters_of(optimizer)
+        parameters = params_of(optimizer)
         looks = [(parameter, grads.form(parameter.grad)) for parameter in parameters]
         before = self._looks.setdefault(id(optimizer), (optimizer, looks))[1]
         if not grads.same(looks, before):
@@ -594,7 +595,7 @@ class Specification(torch.amp.GradScaler):
     def check_report(self, report: Any, named: Iterable[tuple[str, Tensor]]) -> None:
         """Assert that a report says what it must, and nothing else of these parameters."""
         for optimizer, looks in self._looks.values():
-            if not grads.same([(each, "") for each in parameters_of(optimizer)], [(each, "") for each, _ in looks]):
+            if not grads.same([(each, "") for each in params_of(optimizer)], [(each, "") for each, _ in looks]):
                 self._forget(looks)
         pending = self._any_flag()
         skipped, last = self._counters["skipped"], self._counters["last_skip"]

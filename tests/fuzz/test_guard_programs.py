@@ -7,7 +7,8 @@ import pytest
 import strategies as draw
 import torch
 from fuzz_profile import Chunk, cases, settings_for
-from grads import gradients_of, parameters_of, together
+from grads import gradients_of, together
+from helpers import params_of
 from hypothesis import assume, seed
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
@@ -117,7 +118,7 @@ class GuardSpecification(Specification):
             if id(optimizer) not in self.known:
                 self.known[id(optimizer)] = self.loaded.pop(0) if self.loaded else []
         window = self.known[id(optimizers[0])]
-        held = [each for optimizer in optimizers for each in parameters_of(optimizer) if each.grad is not None]
+        held = [each for optimizer in optimizers for each in params_of(optimizer) if each.grad is not None]
         norm = together(held).norm().item()
         skips, limit = judged([*window, norm], self.sigma, self.length)[-1]
         assume(not 0.0 < abs(norm - limit) <= 1e-5 * limit)  # else the last digits decide; NaN without a limit
@@ -151,7 +152,7 @@ class GuardPrograms(TwoWorlds):
         for ours, theirs in zip(self.ours.optimizers, self.theirs.optimizers, strict=True):
             if id(theirs) in model._skips:
                 assert guard.was_skipped(ours) is model.was_skipped(theirs)
-            for mine, other in zip(parameters_of(ours), parameters_of(theirs), strict=True):
+            for mine, other in zip(params_of(ours), params_of(theirs), strict=True):
                 assert_equal(mine, other, "parameter")
                 assert_equal(mine.grad, other.grad, "gradient")
                 assert_equal(dict(ours.state.get(mine, {})), dict(theirs.state.get(other, {})), "state")

@@ -14,8 +14,7 @@ import strategies as draw
 import torch
 import torch.distributed as dist
 from fuzz_profile import Chunk, cases, settings_for
-from grads import parameters_of
-from helpers import sgd, started
+from helpers import params_of, sgd, started
 from hypothesis import seed
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
@@ -391,7 +390,7 @@ class Programs(TwoWorlds):
 
     @rule(index=draw.indices, freeze=st.booleans())
     def freeze(self, index: int, freeze: bool) -> None:
-        self.at(index, lambda _, optimizer: parameters_of(optimizer)[0].requires_grad_(not freeze))
+        self.at(index, lambda _, optimizer: params_of(optimizer)[0].requires_grad_(not freeze))
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from grads import parameters_of
-from helpers import Wrapper, bits
+from helpers import Wrapper, bits, params_of
 from hypothesis import note
 from hypothesis.errors import UnsatisfiedAssumption
 from hypothesis.stateful import RuleBasedStateMachine
@@ -136,7 +135,7 @@ class World:
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         pairs = enumerate(self.optimizers)
-        return [(f"{i}.{j}", p) for i, optimizer in pairs for j, p in enumerate(parameters_of(optimizer))]
+        return [(f"{i}.{j}", p) for i, optimizer in pairs for j, p in enumerate(params_of(optimizer))]
 
 
 class ClipSpec(NamedTuple):
@@ -152,7 +151,7 @@ class ClipSpec(NamedTuple):
     def clip(self, world: World, **options: Any) -> Tensor:
         chosen = [world.optimizers[i] for i in dict.fromkeys(i % len(world.optimizers) for i in self.indices)]
         if self.subset is not None:
-            parameters = [parameter for optimizer in chosen for parameter in parameters_of(optimizer)]
+            parameters = [parameter for optimizer in chosen for parameter in params_of(optimizer)]
             options["parameters"] = [p for i, p in enumerate(parameters) if i in self.subset]
         passed = [Wrapper(each) for each in chosen] if self.wrapped else chosen
         return world.scaler.clip_grad_norm_(passed, self.max_norm, self.norm_type, self.error_if_nonfinite, **options)
@@ -215,7 +214,7 @@ def _view(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "stage": state["stage"].name if state else "READY",
         "flags": [flag.item() for flag in state["found_inf_per_device"].values()] if state else [],
         "set on it": [name for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)],
-        "parameters": [(p, p.grad, dict(optimizer.state.get(p, {}))) for p in parameters_of(optimizer)],
+        "parameters": [(p, p.grad, dict(optimizer.state.get(p, {}))) for p in params_of(optimizer)],
     }
 
 
@@ -272,7 +271,7 @@ class TwoWorlds(RuleBasedStateMachine):
 
     def give(self, index: int, gradients: list[GradientSpec]) -> None:
         def give(_: World, optimizer: Any) -> None:
-            for gradient, parameter in zip(itertools.cycle(gradients), parameters_of(optimizer), strict=False):
+            for gradient, parameter in zip(itertools.cycle(gradients), params_of(optimizer), strict=False):
                 gradient.give(parameter)
 
         self.at(index, give)
