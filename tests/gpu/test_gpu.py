@@ -80,23 +80,6 @@ def test_optimizers_clipped_together_are_skipped_together(fused: bool, norm_type
     assert scaler.get_scale() == 1.0
 
 
-def test_more_optimizers_than_an_update_reads_at_once() -> None:
-    """Flags beyond the rows of the buffer have memory of their own; freed ones leave their rows to others."""
-    scaler = started(GradScaler, "cuda", init_scale=4.0, growth_interval=1000)
-    for count in (40, 3, 33):
-        weights = parameters([torch.ones(2)] * count, "cuda")
-        optimizers = [torch.optim.SGD([weight], lr=1.0, fused=True) for weight in weights]
-        for bad in (None, count - 1, 0, None):
-            for index, (weight, optimizer) in enumerate(zip(weights, optimizers, strict=True)):
-                weight.grad.fill_(math.inf if index == bad else 4.0)
-                scaler.step(optimizer)
-            scale = scaler.get_scale()
-            scaler.update(None if count == 40 else 4.0)
-            assert scaler.get_scale() == (4.0 if count != 40 else scale if bad is None else scale / 2)
-            skipped = [index for index, optimizer in enumerate(optimizers) if scaler.was_skipped(optimizer)]
-            assert skipped == ([] if bad is None else [bad])
-
-
 @pytest.mark.parametrize("clip", [False, True])
 def test_offloaded_gradients_wait_for_the_scale_that_an_update_has_yet_to_set(clip: bool) -> None:
     """The CPU would divide by the scale before it, which a growth doubles."""

@@ -175,13 +175,18 @@ def test_every_update_writes_the_scale_whether_it_changes_or_not(place: Place, g
 
 @PLACES
 @pytest.mark.parametrize("fused", [False, True])
-def test_one_update_takes_the_flags_of_all_optimizers_wherever_they_are(place: Place, fused: bool) -> None:
-    scaler, count = at(place), abi.ROWS + 3
-    optimizers = [sgd([torch.tensor([math.inf if i % 3 else 1.0])], place.device, fused=fused) for i in range(count)]
+@pytest.mark.parametrize("count", [3, abi.ROWS + 3])
+@pytest.mark.parametrize("bad", [0, -1])
+def test_one_update_takes_the_flags_of_all_optimizers_wherever_they_are(
+    place: Place, fused: bool, count: int, bad: int
+) -> None:
+    """Flags beyond the rows of the buffer have memory of their own."""
+    scaler, optimizers = at(place), [sgd([torch.ones(1)], place.device, fused=fused) for _ in range(count)]
+    optimizers[bad].param_groups[0]["params"][0].grad.fill_(math.inf)
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
-    assert [scaler.was_skipped(optimizer) for optimizer in optimizers] == [bool(i % 3) for i in range(count)]
+    assert [index for index, each in enumerate(optimizers) if scaler.was_skipped(each)] == [bad % count]
     want = ScalerStats(updates=1, skipped=1, consecutive_skips=1, backoffs=1, last_skip=1)
     assert str(scaler.stats()) == str(want)  # numbers, not tensors
 
