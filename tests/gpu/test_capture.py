@@ -359,18 +359,6 @@ def test_the_rules_numbers_stay_where_a_graph_reads_them() -> None:
     assert it.scaler.get_scale() == 0.125
 
 
-def test_a_captured_step_unscales_whatever_was_left_unscaled_before() -> None:
-    """A replay finds other gradients."""
-    it = Static()
-    it.step("step")
-    it.scaler.unscale_(it.optimizer)
-    it.scaler.update()
-    replay = it.capture(lambda: it.step("step"))
-    before = it.value()
-    replay(16.0)
-    assert it.value() == before - 2.0
-
-
 def test_the_ops_on_lists_can_be_captured_after_one_call() -> None:
     """Calls on other tensors of the same form disturb no replay, and it none of them."""
     grads, others = ([torch.zeros(numel, device="cuda") for numel in (5, 4000)] for _ in range(2))
