@@ -345,20 +345,6 @@ def test_an_optimizer_that_raises_in_a_capture_is_stepped_outside_of_it(explicit
     assert it.value() == before - 1.0
 
 
-def test_the_rules_numbers_stay_where_a_graph_reads_them() -> None:
-    it = Static()
-    replay = it.capture(it.step)
-    it.scaler.set_backoff_factor(0.25)
-    for _ in range(2):
-        replay(math.inf)
-        it.eager(8.0)
-    assert it.scaler.get_scale() == 0.5
-    with pytest.raises(ValueError, match="new_factor"):
-        it.scaler.set_backoff_factor(2.0)
-    replay(math.inf)
-    assert it.scaler.get_scale() == 0.125
-
-
 def test_the_ops_on_lists_can_be_captured_after_one_call() -> None:
     """Calls on other tensors of the same form disturb no replay, and it none of them."""
     grads, others = ([torch.zeros(numel, device="cuda") for numel in (5, 4000)] for _ in range(2))
