@@ -43,14 +43,6 @@ def test_updates_write_into_the_same_scale_and_tracker(cls: type, two_ranks: Any
     assert tracker.item() == 3
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_sharded_optimizer_without_parameters_follows(fused: bool, two_ranks: Any) -> None:
-    scaler = started(ShardedGradScaler, "cpu", init_scale=4.0, growth_interval=1)
-    scaler.step(torch.optim.SGD([{"params": []}], lr=1.0, fused=fused))
-    scaler.update()
-    assert scaler.get_scale() == 8.0
-
-
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_class_attribute_named_grad_scale_is_no_hindrance(explicit: bool) -> None:
     class Declares(torch.optim.SGD):
