@@ -62,24 +62,6 @@ def test_ops_leave_a_flag_set_that_is_elsewhere() -> None:
     assert flag.item() == 1.0
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-@pytest.mark.parametrize("fused", [False, True])
-def test_optimizers_clipped_together_are_skipped_together(fused: bool, norm_type: float) -> None:
-    """Another norm unscales one by one, and each flag is on its way to the host before they become one."""
-    weights = parameters([torch.ones(5)] * 2, "cuda")
-    optimizers = [torch.optim.SGD([weight], lr=1.0, fused=fused) for weight in weights]
-    scaler = started(GradScaler, "cuda", init_scale=4.0)
-    for bad, wanted in ((None, -1.0), (1, -1.0), (0, -1.0), (None, -2.0)):
-        for index, weight in enumerate(weights):
-            weight.grad = torch.full_like(weight, math.inf if index == bad else scaler.get_scale())
-        scaler.clip_grad_norm_(optimizers, 100.0, norm_type)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        assert [weight[0].item() for weight in weights] == [wanted] * 2
-    assert scaler.get_scale() == 1.0
-
-
 @pytest.mark.parametrize("clip", [False, True])
 def test_offloaded_gradients_wait_for_the_scale_that_an_update_has_yet_to_set(clip: bool) -> None:
     """The CPU would divide by the scale before it, which a growth doubles."""
