@@ -292,30 +292,6 @@ def test_the_trainer_clips_in_one_pass_and_resumes_with_the_guards_norms(precisi
     assert_same(fit(guard_plugin(precision=precision), module_of("sgd", seen), **options).trace[3:], resumed.trace)
 
 
-def test_a_guard_keeps_what_is_clipped_in_turn_over_the_first_ones_update() -> None:
-    """In manual optimization."""
-
-    def training_step(self: Any, batch: Tensor, index: int) -> None:
-        self.manual_backward(loss_of(self.net, batch))
-        for optimizer in self.optimizers():
-            self.clip_gradients(optimizer, MAX_NORM, "norm")
-        for optimizer in self.optimizers():
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def configure_optimizers(self: Any) -> Any:
-        self.automatic_optimization = False
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net.up, self.net.down)]
-
-    seen, ends = jobs.guarded_batches(4, jobs.SPIKE), []
-    for data, skipped in (seen, 1), (seen[:4] + seen[5:], 0):
-        made = guard_plugin()
-        hooks = {"training_step": training_step, "configure_optimizers": configure_optimizers}
-        ends.append(fit(made, module_of("sgd", data, **hooks)).trace[-1][2])
-        assert (made.scaler.stats().updates, made.scaler.stats().skipped) == (2 * len(data), 2 * skipped)
-    assert torch.equal(*ends)
-
-
 @pytest.mark.parametrize(("precision", "name"), [*GUARDED.items(), ("bf16-mixed", "FSDPPrecision")])
 def test_a_plugin_for_a_guard_is_lightnings_own_and_can_be_pickled(precision: str, name: str) -> None:
     made = guard_plugin(precision=precision, fsdp=name == "FSDPPrecision")
