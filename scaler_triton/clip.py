@@ -69,20 +69,19 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Do the work of `GradScaler.clip_grad_norm_`."""
     optimizers = _checked_optimizers(optimizers)
-    with torch.no_grad():
-        chosen = None if parameters is None else _chosen_ids(parameters, optimizers)
-        bound = policy.check_number("max_norm", max_norm)
-        order = policy.check_number("norm_type", math.inf if str(norm_type) == "inf" else norm_type)
-        if not isinstance(model, nn.Module | None):
-            raise TypeError(f"model must be a module, got {type(model).__name__}")
-        is_ours = {getattr(each, "__func__", None) for each in (scaler.unscale_, scaler._unscale_grads_)} <= OUR_METHODS
-        at_once = chosen is None and order == 2.0 and is_ours
-        request = Request(bound, order, error_if_nonfinite, chosen, at_once)
-        clip = _clip_scaled if scaler._enabled else _clip_unscaled
-        norm, refused = clip(scaler, optimizers, request, model)
-        if refused:
-            raise RuntimeError(_NONFINITE.format(order))
-        return norm
+    chosen = None if parameters is None else _chosen_ids(parameters, optimizers)
+    bound = policy.check_number("max_norm", max_norm)
+    order = policy.check_number("norm_type", math.inf if str(norm_type) == "inf" else norm_type)
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    is_ours = {getattr(each, "__func__", None) for each in (scaler.unscale_, scaler._unscale_grads_)} <= OUR_METHODS
+    at_once = chosen is None and order == 2.0 and is_ours
+    request = Request(bound, order, error_if_nonfinite, chosen, at_once)
+    clip = _clip_scaled if scaler._enabled else _clip_unscaled
+    norm, refused = clip(scaler, optimizers, request, model)
+    if refused:
+        raise RuntimeError(_NONFINITE.format(order))
+    return norm
 
 
 def _clip_scaled(
@@ -248,6 +247,7 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) 
             peers.reduce_(values, "MAX" if request.norm_type == math.inf else "SUM")
 
 
+@torch.no_grad()
 def _terms_of(
     parameters: Iterable[Tensor], replicas: Iterable[int], flag: Tensor, request: Request
 ) -> tuple[list[Tensor], Tensor]:
@@ -277,6 +277,7 @@ def _terms_of(
     return grads, torch.stack([torch.where(is_nan, 0.0, term), is_nan.double(), flag.double()])
 
 
+@torch.no_grad()
 def _clip_by_terms_(
     read: tuple[list[Tensor], Tensor], peers: Ranks | None, request: Request
 ) -> tuple[Tensor, Tensor, bool]:

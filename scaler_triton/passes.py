@@ -174,7 +174,7 @@ def clip_batch_(
         return torch_ops.norm_of(totals), False
     norm = torch.empty((), dtype=torch.float32, device=layout.device)
     kernels().clip.launch_clip(table, scale, totals, max_norm, norm, status, ranks)
-    torch.autograd.graph.increment_version(batch.present)  # as `torch._foreach_mul_` does, unlike the op that unscales
+    torch_ops.increment_version(batch.present)  # as `torch._foreach_mul_` does, unlike the op that unscales
     return norm, status is not None
 
 

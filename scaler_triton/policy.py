@@ -80,7 +80,7 @@ def as_float(value: Any, name: str) -> float:
     if isinstance(value, str | bytes | bytearray):  # float() would parse it
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)  # float() warns of one with a graph
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be a number, got {one_line(repr(value))}") from error
     except OverflowError:

@@ -290,7 +290,7 @@ class Steps(dict[Any, Any]):
             or len(parameters) != len(plan.parameters)
             or not all(map(is_, parameters, plan.parameters))
             or (parameters and parameters[0].device != plan.first_device)
-            or (plan.dtensors and plan.spec_of_first() != plan.first_spec)
+            or (plan.dtensors and (spec := plan.spec_of_first()) is not plan.first_spec and spec != plan.first_spec)
         ):
             plan = GradPlan(parameters, self.requested, measures=self.measures)
             plan.marks = Marks(plan, self.counters)

@@ -18,6 +18,9 @@ from torch import Tensor
 from scaler_triton.dispatch import refuse_capture, sync_allowed
 from scaler_triton.kernels.abi import LARGEST, SEEN, SMALLEST_NORMAL, SQUARES, SUBNORMAL, ZEROS
 
+# Tells autograd of writes to a sequence of tensors; this is what torch's Python calls.
+increment_version: Any = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
+
 _ROW, _BLOCK = 2048, 256  # elements of a row, rows of a block
 _SMALLEST = 2.0**-126  # normal number of fp32
 _LOW_SQUARE = 2.0**-120  # if the mean of the squares is below this, some of them may have become 0

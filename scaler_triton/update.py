@@ -27,7 +27,7 @@ from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import MAX_TRACKER, STREAK, UPDATES
 from scaler_triton.policy import Limits, no_counters
 from scaler_triton.text import count_of
-from scaler_triton.torch_ops import host_memory
+from scaler_triton.torch_ops import host_memory, increment_version
 
 if TYPE_CHECKING:
     from scaler_triton.check import Ours
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from scaler_triton.headroom import HeadroomRule
 
 _ROUNDS_TO_INF = 2.0**128 - 2.0**103  # the smallest double that fp32 rounds to infinity
-
-# Tells autograd of writes to the tensors of a tuple; this is what torch's Python calls.
-increment_version: Any = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
 
 Numbers = tuple[float, float, int]  # growth_factor, backoff_factor, growth_interval
 
