@@ -215,16 +215,25 @@ def test_ranks_of_a_guard_stay_equal_after_an_error_on_one(chunk: Chunk) -> None
     chunk.run(are_equal, programs())
 
 
+def batch(check: str, then: str = "", refused: Place = (0, 1), *, only: int = 2, **options: Any) -> Batch:
+    """Return a batch in which all are checked in one way, and perhaps the second again before its step, in another."""
+    fixed = Batch(True, [check, then or check], [0, 1][:only], False, [1.0, 1.0], refused, False, None, None, False)
+    return fixed._replace(**options)
+
+
 @pytest.mark.parametrize(
-    ("checks", "no_memory", "updates", "repeats"),
+    ("updates", "leaves", "batches"),
     [
-        (["again", "again"], False, "after each step", False),  # its look at a carried step
-        (["unscale_", "look"], False, "after each step", False),
-        (["unscale_", "again"], True, "in each batch", True),  # a clip of what is checked
+        ("after each step", False, [batch("again", joint=False)] * 2),  # its look at a carried step
+        ("after each step", False, [batch("unscale_", "look")] * 2),
+        ("in each batch", False, [batch("unscale_", "again", no_memory=True, repeats=True)] * 2),
+        # The other rank judges afresh what this one resumes.
+        (
+            "in each batch",
+            True,
+            [batch("clip", "", (0, 0)), batch("none", "", None), batch("clip", "", (0, 0), only=1)],
+        ),
     ],
 )
-def test_a_rank_that_fails_goes_on_as_the_other_does(
-    checks: list[str], no_memory: bool, updates: str, repeats: bool
-) -> None:
-    batch = Batch("unscale_" in checks, checks, [0, 1], False, [1.0, 1.0], (0, 1), no_memory, None, None, repeats)
-    are_equal(Program([False, False], 3.0, None, updates, False, [batch] * 2))
+def test_a_rank_that_fails_goes_on_as_the_other_does(updates: str, leaves: bool, batches: list[Batch]) -> None:
+    are_equal(Program([False, False], 3.0, None, updates, leaves, batches))
