@@ -112,10 +112,8 @@ def _clip_scaled(
             check.step_failed(scaler, part.step)
         raise
     finally:
-        for part in parts:
-            part.step.clipped = [each.step for each in parts]
-            if len(parts) > 1:
-                part.step.joint = [*part.step.joint, *part.step.clipped]
+        for part in parts if len(parts) > 1 else ():
+            part.step.clipped = [*part.step.clipped, *(each.step for each in parts)]
     scaler._ours.steps.unfinished = True
     return norm, refused
 
@@ -236,7 +234,6 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) 
         gradients.reduce_(each for each in parameters_of(*optimizers) if chosen is None or id(each) in chosen)
     with suppress(Exception):
         for step in steps:
-            step.clipped = steps
             check.step_failed(scaler, step)
     with suppress(Exception):
         device = scaler._scale.device

@@ -82,10 +82,10 @@ class Marks:
                 if kinds:
                     seen[position] = seen.get(position, 0) | kinds
 
-    def carry(self, joint: Sequence[OptimizerStep]) -> None:
-        """Record that a step, clipped with `joint` ones, is going to be CARRIED over an update that comes now."""
+    def carry(self, clipped: Sequence[OptimizerStep]) -> None:
+        """Record that a step, `clipped` with others, is going to be CARRIED over an update that comes now."""
         self._checked_at = self._generation()
-        self.shared_by = weakref.WeakSet(step.plan.marks for step in joint if step.plan is not None)
+        self.shared_by = weakref.WeakSet(step.plan.marks for step in clipped if step.plan is not None)
 
     def resume(self, flags: Flags) -> None:
         """Record that a CARRIED step goes on with these flags, which the updates since its check have counted, too."""

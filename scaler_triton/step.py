@@ -73,14 +73,14 @@ class OptimizerStep(dict[str, Any]):
     (5) CARRIED; READY if the gradients may be newer than the check: a loss was scaled since, or graphs that scale are
         replayed. A guard's is READY if its `step` raised, or if no optimizer was stepped since the last update.
     (6) UNSCALED if a loss was scaled since the failure, as a loop does that has dropped the batch.
-    (7) FAILED if the flag tells that another rank's check has, with all that were clipped together, as on that rank.
+    (7) FAILED if the flag tells that another rank's check or clip has, as on that rank.
 
     Other code may write "stage": the phase follows at the next `scale`, or when the step is next looked up.
     """
 
     __slots__ = (
-        "began", "captured", "carried", "clipped", "earlier", "flag", "fresh", "function", "handles", "joint", "kept",
-        "outcome", "owner", "phase", "plan", "raised", "reader", "stale", "steps_taken", "takes_scaler", "window",
+        "began", "captured", "carried", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome",
+        "owner", "phase", "plan", "raised", "reader", "stale", "steps_taken", "takes_scaler", "window",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -109,8 +109,7 @@ class OptimizerStep(dict[str, Any]):
         self.reader: int | None = None  # handle of the stream on which a fused step reads its flag
         self.raised = False  # whether the last call of `step` raised, and no check or failure was recorded since
         self.began = False  # whether `step` was called since the last update
-        self.clipped: Sequence[OptimizerStep] = ()  # all of the last clip since the update, even if it failed
-        self.joint: Sequence[OptimizerStep] = ()  # all of any clip of several since then
+        self.clipped: Sequence[OptimizerStep] = ()  # all that were clipped with it since the update
         # Whether a loss was scaled after the check of an UNSCALED or FAILED step; a guard's: another step began anew.
         self.stale = False
 
@@ -191,24 +190,20 @@ class OptimizerStep(dict[str, Any]):
 
     def read_failure(self) -> None:
         """Follow a rank whose check FAILED, if any, where only that rank would check the next batch."""
-        if self.phase is not UNSCALED or self.captured:
+        if self.phase is not UNSCALED or self.captured or self.flag is None:
             return
-        for step in self.clipped or (self,):
-            try:
-                if step.flag is not None:
-                    step.flag.on_host(step[_FLAGS], fresh=True)  # the failure, which nobody writes
-            except PeerFailedError:
-                self.peer_failed()
-            except RuntimeError:  # the ranks hold different scales
-                pass
+        try:
+            self.flag.on_host(self[_FLAGS], fresh=True)  # the failure, which nobody writes
+        except PeerFailedError:
+            self.peer_failed()
+        except RuntimeError:  # the ranks hold different scales
+            pass
 
     def peer_failed(self) -> None:
-        """Do what the rank did whose check FAILED before `step`: skip, with all that were clipped together."""
-        for step in self.clipped or (self,):
-            if step.phase is UNSCALED:
-                before = step.raised, step.stale
-                step.failed(None)
-                step.raised, step.stale = before
+        """Do what the rank did whose check FAILED before `step`: skip."""
+        before = self.raised, self.stale
+        self.failed(None)
+        self.raised, self.stale = before
 
     def undo_failed_look(self, phase: Phase) -> None:
         """Return to the phase before a check-only call that FAILED: `step` checks again, as the other ranks do."""
@@ -333,7 +328,7 @@ class Steps(dict[Any, Any]):
                 copied = torch.clone if step.phase is UNSCALED else torch.ones_like
                 step.kept = {device: copied(flag) for device, flag in step[_FLAGS].items()} if is_kept else {}
                 if is_kept and step.plan is not None and not step.stale:  # a guard's was carried when it became stale
-                    step.plan.marks.carry(step.joint)
+                    step.plan.marks.carry(step.clipped)
 
     def close(self, captured: bool) -> None:
         """End an update: each step becomes READY, or CARRIED if it was unscaled and not stepped."""
@@ -367,7 +362,7 @@ class Steps(dict[Any, Any]):
         for key, step in waiting.items():
             del self[key]
             if step.plan is not None and not step.stale:
-                step.plan.marks.carry(step.joint)
+                step.plan.marks.carry(step.clipped)
             step.stale = True
         try:
             yield
@@ -465,7 +460,7 @@ def _forget(registry: weakref.ref[Steps], key: int, handle: Any) -> None:
         return
     del steps[key], step.handles[key]
     if step.owner is handle and (step[_FLAGS] or step["stage"] is not READY_STAGE):
-        step.plan, step.clipped, step.joint = None, (), ()  # they hold its parameters
+        step.plan, step.clipped = None, ()  # they hold its parameters
         steps["freed", id(step)] = step
 
 

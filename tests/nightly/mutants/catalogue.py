@@ -121,8 +121,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/clip.py": [
         ("len(parts) > 1 and check.has_flag(scaler, part.flags, peers):", "len(parts) > 1:"),
         ("totals[OVERFLOWS] = 1.0  # nothing is clipped then", "pass"),
-        ("part.step.clipped = [each.step for each in parts]", "pass", "ranks/phases"),
-        ("if len(parts) > 1:\n                part.", "if 0:\n                part.", "unit/report"),
+        ("*(each.step for each in parts)]", "part.step]", "unit/report"),
         ("flag.status[FAILED].clamp_(min=bad >= _FAILURE)", "pass", _GUARD_RANKS),
     ],
     "scaler_triton/step_guard.py": [
