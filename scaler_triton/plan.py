@@ -101,7 +101,7 @@ class GradPlan:
         self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
         # Of all gradients of a step in which none was missing; and for each gradient, shared by those of one form.
-        self._match_all: Matcher = unknown
+        self._match_all: Matcher | None = None
         self._matchers: list[Matcher] = [unknown] * len(self.parameters)
         self._matchers_by_form: dict[Any, Matcher] = {}
         self._build_layouts([_expected_form(parameter) for parameter in self.parameters])
@@ -121,11 +121,13 @@ class GradPlan:
             local = grads = tuple(map(_grad_of, self.parameters))  # a slice of all is itself, no copy
         here: list[bool] | None = None  # which are not missing; None: all
         known = bool(local) and (allow_fp16 or not self._has_fp16)
-        if known and not self._match_all(*local):
+        if known and not (self._match_all and self._match_all(*local)):
             here = list(map(is_not, local, repeat(None)))
             known = all(map(call, compress(self._matchers, here), compress(local, here)))
             if known and all(here):
-                self._match_all, here = list_matcher(local, self._matchers), None
+                here = None
+                if self._match_all is None:  # else torch's guard refuses a list that holds a gradient twice
+                    self._match_all = list_matcher(local, self._matchers)
         others: list[Batch] = []
         if not known:
             if summed:
@@ -165,7 +167,7 @@ class GradPlan:
 
         Returns: `grads` with shards for DTensors, and without sparse gradients; the batches of sparse and Partial ones.
         """
-        self._match_all = unknown  # its forms may come again, when the layouts are those of others
+        self._match_all = None  # its forms may come again, when the layouts are those of others
         partials = self._localise(grads)
         new = {
             index: grad

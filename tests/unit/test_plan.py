@@ -259,6 +259,16 @@ def test_a_plan_is_for_the_parameters_it_was_made_for() -> None:
     assert not keeps(planned, params)
 
 
+@pytest.mark.parametrize("count", [2, 80])
+def test_a_gradient_that_two_parameters_share_is_found_in_every_step(count: int, monkeypatch: Any) -> None:
+    planned, params = made(*[torch.ones(2)] * count)
+    for step in range(4):
+        params[-1].grad = params[-2].grad = torch.ones(2)
+        if step == 2:
+            monkeypatch.setattr(plan, "list_matcher", None)  # must not be called again
+        assert collected(planned) == addresses(params)
+
+
 # DTensors
 
 

@@ -83,7 +83,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/plan.py": [
         ("all(map(call, compress(self._matchers, here), compress(local, here)))", "not all(here)"),
         ("known = known and layout.backend is not None", "pass"),
-        ("        self._match_all = unknown  # its forms", "        # its forms"),
+        ("        self._match_all = None  # its forms", "        # its forms"),
         ("nullcontext if overrides else _unasked", "_unasked"),
         ("partials[index] = local.detach() * terms", "partials[index] = local.detach()"),
         ("            check_gradient(grad, f\"the gradient of parameter {index}\")\n", "            pass\n"),
