@@ -301,12 +301,12 @@ def test_a_type_beside_dtensors_is_asked_for_its_override_if_it_has_one(override
     class Asked(Own):
         @classmethod
         def __torch_function__(cls, function: Any, *rest: Any) -> Any:
-            return lent if function == Tensor.grad.__get__ else super().__torch_function__(function, *rest)
+            return own if function == Tensor.grad.__get__ else super().__torch_function__(function, *rest)
 
-    lent, other = torch.ones(3), torch.ones(3).as_subclass(Asked if overrides else Tensor)  # type: ignore[arg-type]
+    own, other = torch.ones(3), torch.ones(3).as_subclass(Asked if overrides else Tensor)  # type: ignore[arg-type]
     planned = GradPlan([torch.nn.Parameter(placed(torch.zeros(3), Shard(0))), other], "torch")
     assert planned._reading is (nullcontext if overrides else torch._C.DisableTorchFunctionSubclass)
-    assert collected(planned) == [lent.data_ptr()] * overrides
+    assert collected(planned) == [own.data_ptr()] * overrides
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
