@@ -2,7 +2,8 @@
 # make test      every test but the nightly ones, in JOBS= processes; without a GPU under Triton's interpreter
 # make lint, style, docs, demo, perf, release, clean
 # Each night: make fuzz (PROGRAMS= random programs from SEED= on), soak, faults, mutants (wrong versions of the code),
-#   simulate (kernels as compiled for five GPUs), pretend (what needs a GPU, on one that is pretended),
+#   simulate (kernels as compiled for five GPUs), pretend (what needs a GPU, on one that is pretended), without-fp64
+#   (unit tests on a pretended GPU of Apple's),
 #   test-frameworks, test-oldest (with all of them, at length; in the oldest versions)
 # On a GPU machine, with its python3 and packages: make gpu, or its parts, each under 10 minutes. OUT= names a folder.
 PYTHON ?= python3
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 SPREAD := --numprocesses $(JOBS) --dist loadfile
 
-NIGHTLY := fuzz soak faults mutants simulate pretend test-frameworks test-oldest
+NIGHTLY := fuzz soak faults mutants simulate pretend without-fp64 test-frameworks test-oldest
 GPU_PARTS := gpu-tests gpu-ranks gpu-ranks-gloo gpu-tune gpu-perf gpu-sanitize
 .PHONY: quick test lint style docs demo perf release clean $(NIGHTLY) gpu has-gpu $(GPU_PARTS)
 
@@ -62,13 +63,15 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable .[dev]
 	touch $@
 
-fuzz soak faults mutants simulate pretend: $(VENV)/ready
+fuzz soak faults mutants simulate pretend without-fp64: $(VENV)/ready
 fuzz:
 	SCALER_TRITON_FUZZ=$(PROGRAMS) $(if $(SEED),SCALER_TRITON_FUZZ_SEED=$(SEED)) $(PYTEST) tests/fuzz --durations=5
 soak faults:
 	$(PYTEST) $(SPREAD) tests/nightly/$@
 pretend:
 	$(PYTEST) tests/nightly/pretended_gpu
+without-fp64:
+	PLACES=mps $(PYTEST) -q $(SPREAD) tests/unit --ignore tests/unit/kernels
 mutants:
 	$(BIN)/python tests/nightly/mutants/run.py
 simulate:

@@ -31,7 +31,7 @@ from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.ranks import Ranks
 from scaler_triton.spikes import Guard
 from scaler_triton.step import CARRIED, UNSCALED, OptimizerStep, Steps, parameters_of
-from scaler_triton.torch_ops import inverse
+from scaler_triton.torch_ops import inverse, wide_dtype
 from scaler_triton.update import Counters, DevicePolicy, LaggingCounters, SkipStreakError, Updater
 
 if TYPE_CHECKING:
@@ -177,7 +177,8 @@ def norm_totals(scaler: GradScaler, parts: Sequence[Part], peers: Ranks | None) 
         every += totals
     if len(every) == 1:
         return every[0]  # they hold the scale
-    summed = torch.stack(every).sum(0) if every else torch.zeros(TOTALS, dtype=torch.float64, device=scale.device)
+    home = scale.device
+    summed = torch.stack(every).sum(0) if every else torch.zeros(TOTALS, dtype=wide_dtype(home), device=home)
     if peers is not None:
         write_scales(summed[SCALES:], scale)
     return summed

@@ -75,13 +75,20 @@ def clip_grad_norm_(
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
     is_ours = {getattr(each, "__func__", None) for each in (scaler.unscale_, scaler._unscale_grads_)} <= OUR_METHODS
-    at_once = chosen is None and order == 2.0 and is_ours
+    at_once = chosen is None and order == 2.0 and is_ours and _squares_fit(scaler)
     request = Request(bound, order, error_if_nonfinite, chosen, at_once)
     clip = _clip_scaled if scaler._enabled else _clip_unscaled
     norm, refused = clip(scaler, optimizers, request, model)
     if refused:
         raise RuntimeError(_NONFINITE.format(order))
     return norm
+
+
+def _squares_fit(scaler: GradScaler) -> bool:
+    """Return whether gradients may be squared before they are unscaled: in fp32 that would overflow too early."""
+    if scaler._ours.guard is not None or not scaler._enabled:
+        return True
+    return torch_ops.wide_dtype(torch.device(scaler._device)) is torch.float64
 
 
 def _clip_scaled(
@@ -165,7 +172,7 @@ def _clip_at_once(
         for batch in part.batches:
             device = batch.layout.device
             here = device == totals.device
-            local = totals if here else totals.to(device, non_blocking=device.type != "cpu")
+            local = totals if here else torch_ops.wide_on(device, totals, non_blocking=device.type != "cpu")
             number = fp32_on(device, scale)
             status = unwritten if here else None
             got, wrote = passes.clip_batch_(batch, number, local, request.max_norm, status, size)
@@ -240,7 +247,7 @@ def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) 
         if request.at_once:
             report_failure(peers, device, by_norm=True, measures=scaler._ours.steps.measures)
         else:
-            values = torch.tensor([0.0, 1.0, _FAILURE], dtype=torch.float64, device=device)
+            values = torch.tensor([0.0, 1.0, _FAILURE], dtype=torch_ops.wide_dtype(device), device=device)
             peers.reduce_(values, "MAX" if request.norm_type == math.inf else "SUM")
 
 
@@ -250,10 +257,11 @@ def _terms_of(
 ) -> tuple[list[Tensor], Tensor]:
     """Return this rank's shards of the chosen gradients, first reduced where needed, and what it adds to their norm.
 
-    The terms are fp64, [3], on the device of the flag (fp32, `()`); `replicas` says how many ranks hold each parameter.
+    The terms are fp64, [3], on the device of the flag (fp32, `()`), fp32 if that has no fp64; `replicas` says how many
+    ranks hold each parameter.
     """
-    order, grads = request.norm_type, []
-    norms, weights = [torch.zeros((), dtype=torch.float64, device=flag.device)], [1.0]
+    order, grads, wide = request.norm_type, [], torch_ops.wide_dtype(flag.device)
+    norms, weights = [torch.zeros((), dtype=wide, device=flag.device)], [1.0]
     for parameter, count in zip(parameters, replicas, strict=True):
         if parameter.grad is None or (request.chosen is not None and id(parameter) not in request.chosen):
             continue
@@ -264,14 +272,15 @@ def _terms_of(
         if gradients.is_dtensor(parameter) and gradients.is_dtensor(parameter.grad):
             count = count * gradients.num_shards(parameter) // gradients.num_shards(parameter.grad)
         if local.numel():
-            norms.append(torch.linalg.vector_norm(local, order, dtype=torch.float64).to(flag.device))
+            norm = torch.linalg.vector_norm(local, order, dtype=torch_ops.wide_dtype(local.device))
+            norms.append(torch_ops.wide_on(flag.device, norm))
             weights.append(1.0 / count)
     if order == math.inf:
         term = torch.stack(norms).amax()
     else:
         term = torch.stack(torch._foreach_mul(torch._foreach_pow(norms, order), weights)).sum()
     is_nan = term.isnan()  # in a number of its own, as a MAX reduction may drop NaN
-    return grads, torch.stack([torch.where(is_nan, 0.0, term), is_nan.double(), flag.double()])
+    return grads, torch.stack([torch.where(is_nan, 0.0, term), is_nan.to(wide), flag.to(wide)])
 
 
 @torch.no_grad()

@@ -23,13 +23,13 @@ from scaler_triton.dispatch import is_captured, refuse_capture, sync_allowed
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import FAILED, FLAG
 from scaler_triton.ranks import Ranks
-from scaler_triton.torch_ops import combine_, constants, host_memory
+from scaler_triton.torch_ops import combine_, constants, exponent_of, host_memory, times_power_of_2, wide_dtype
 
 Flags = dict[torch.device, Tensor]
 
-# For n equal scales, `excess` is below n times this in fp64 in any order of summation: each of 2n roundings is at most
-# an eighth of it.
-_ROUNDING = 2.0**-50
+# For n equal scales, `excess` is below n times this in any order of summation, by the dtype of the sums: each of 2n
+# roundings is at most an eighth of it.
+_ROUNDING = {torch.float64: 2.0**-50, torch.float32: 2.0**-21}
 
 # The binades in which ranks place their largest scaled gradient; the first and the last take all beyond, too.
 BINADES, LOWEST_BINADE = 64, -31
@@ -50,7 +50,7 @@ class FlagRows:
         with sync_allowed(device):
             self.status = torch.zeros(abi.ROWS, abi.STATUS, dtype=torch.float32, device="cpu").to(device)
             self.last_flags = torch.zeros(abi.ROWS, dtype=torch.float32, device="cpu").to(device)  # before an update
-            empty = torch.zeros(abi.ROWS, abi.MEASURED_ROW, dtype=torch.float64, device="cpu")
+            empty = torch.zeros(abi.ROWS, abi.MEASURED_ROW, dtype=wide_dtype(device), device="cpu")
             self.measured = empty.to(device) if measures else None  # what the checks have measured
         self.captured: set[Flag] = set()  # flags that graphs write at each replay: their rows are never freed
         self._free = list(reversed(range(abi.ROWS)))
@@ -120,7 +120,7 @@ class Flag:
         if self.measured is None:
             torch.mul(scale, constants(scale, torch.float32, 1.0, -1.0), out=self.status[abi.SCALE :])
             return self.status
-        totals = torch.zeros(abi.TOTALS, dtype=torch.float64, device=self.device)
+        totals = torch.zeros(abi.TOTALS, dtype=wide_dtype(self.device), device=self.device)
         totals[abi.OVERFLOWS] = self.found_inf
         write_scales(totals[abi.SCALES :], scale)
         return totals
@@ -135,11 +135,11 @@ class Flag:
             self.read_sums(numbers)
 
     def read_sums(self, totals: Tensor) -> None:
-        """Compute the status from totals (fp64 [TOTALS], on this device) that were summed over the ranks."""
+        """Compute the status from totals (`wide_dtype`, [TOTALS], on this device) that were summed over the ranks."""
         sums = totals[abi.OVERFLOWS :]
-        torch.clamp(sums, max=constants(sums, torch.float64, 1.0, 1.0, abi.MAX_SCALE, abi.MAX_SCALE), out=self.status)
+        torch.clamp(sums, max=constants(sums, sums.dtype, 1.0, 1.0, abi.MAX_SCALE, abi.MAX_SCALE), out=self.status)
         scales, inverses = totals[abi.SCALES : abi.SCALES + 1], totals[abi.INVERSES :]
-        minus_one, ranks = constants(totals, torch.float64, -1.0), self.summed_over or 1
+        minus_one, ranks = constants(totals, totals.dtype, -1.0), self.summed_over or 1
         torch.addcmul(minus_one, scales, inverses, value=1 / ranks**2, out=self.status[abi.EXCESS :])
 
     def on_devices(self, devices: Sequence[torch.device]) -> Flags:
@@ -193,7 +193,7 @@ class Flag:
             raise PeerFailedError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
         scale, other = values[abi.SCALE], values[abi.EXCESS]
         if self.summed_over:
-            apart = _compare_sums(self.summed_over, scale, other)
+            apart = _compare_sums(self.summed_over, scale, other, _ROUNDING[wide_dtype(self.device)])
         else:
             apart = "" if scale == -other else f"from {-other} to {scale}"
         if apart:
@@ -208,20 +208,20 @@ def report_failure(peers: Ranks, device: torch.device, *, by_norm: bool, measure
     if by_norm or measures:
         # Without a scale, too: an update clears the failure, but scales are still compared.
         totals = [math.nan, 1.0, 1.0, 0.0, 0.0] + [0.0] * (PACKED if measures else 0)
-        peers.reduce_(torch.tensor(totals, dtype=torch.float64, device=device), "SUM")
+        peers.reduce_(torch.tensor(totals, dtype=wide_dtype(device), device=device), "SUM")
     else:
         status = [1.0, 1.0, -math.inf, -math.inf]  # no scale: the others compare theirs
         peers.reduce_(torch.tensor(status, dtype=torch.float32, device=device), "MAX")
 
 
 def write_scales(rows: Tensor, scale: Tensor) -> None:
-    """Write the scale and its inverse into `rows` (fp64 [2]), for ranks that compare their sums."""
-    torch.pow(scale, constants(scale, torch.float64, 1.0, -1.0), out=rows)
+    """Write the scale and its inverse into `rows` (`wide_dtype`, [2]), for ranks that compare their sums."""
+    torch.pow(scale, constants(scale, rows.dtype, 1.0, -1.0), out=rows)
 
 
-def _compare_sums(ranks: int, scales: float, excess: float) -> str:
+def _compare_sums(ranks: int, scales: float, excess: float, rounding: float) -> str:
     """Return how the scales differ, "" if they do not, from their sum and their mean's excess over the harmonic."""
-    if not (excess > ranks * _ROUNDING or math.isnan(scales)):
+    if not (excess > ranks * rounding or math.isnan(scales)):
         return ""
     high = min(scales, abi.MAX_SCALE) / ranks
     low = high / (1 + min(excess, abi.MAX_SCALE))
@@ -251,13 +251,13 @@ def sum_totals_(flags: Sequence[Flag], totals: Tensor, peers: Ranks) -> None:
 
 
 def _packed(row: Tensor) -> Tensor:
-    """Return a row as numbers that ranks may sum, fp64 [PACKED]."""
+    """Return a row as numbers that ranks may sum, `wide_dtype`, [PACKED]."""
     exponents = torch.arange(LOWEST_BINADE, LOWEST_BINADE + BINADES, device=row.device)
     binade = (exponent_of(row[abi.LARGEST] / row[abi.MEASURED_AT]) + exponent_of(row[abi.MEASURED_AT])).clamp(
         LOWEST_BINADE, LOWEST_BINADE + BINADES - 1
     )
     one = (exponents == binade) & (row[abi.LARGEST] > 0)
-    return torch.cat([row[abi.ZEROS : abi.SEEN + 1], one.double()])
+    return torch.cat([row[abi.ZEROS : abi.SEEN + 1], one.to(row.dtype)])
 
 
 def _unpack_(row: Tensor, sums: Tensor) -> None:
@@ -265,14 +265,9 @@ def _unpack_(row: Tensor, sums: Tensor) -> None:
     counts, histogram = sums[:3], sums[3:]
     exponents = torch.arange(LOWEST_BINADE, LOWEST_BINADE + BINADES, device=row.device)
     binade = torch.where(histogram > 0, exponents, LOWEST_BINADE).amax() - exponent_of(row[abi.MEASURED_AT])
-    largest = torch.ldexp(row[abi.MEASURED_AT], binade)
+    largest = times_power_of_2(row[abi.MEASURED_AT], binade)
     row[abi.LARGEST] = torch.where(histogram.sum() > 0, largest, 0.0)
     row[abi.ZEROS : abi.SEEN + 1] = counts
-
-
-def exponent_of(number: Tensor) -> Tensor:
-    """Return floor(log2(number)) of positive fp64 numbers."""
-    return torch.frexp(number)[1] - 1
 
 
 def as_flag(flag: Tensor, device: torch.device) -> Tensor:
@@ -368,7 +363,8 @@ class OnDevice:
             refuse_capture(device, "a scaler's first step")
             with torch.inference_mode(False), sync_allowed(device):
                 # Kernels on other streams read it, so the copy is waited for, once per scaler.
-                self.values = torch.tensor(self.read(), dtype=self.dtype, device="cpu").to(device)
+                dtype = self.dtype if self.dtype is torch.int64 else wide_dtype(device)
+                self.values = torch.tensor(self.read(), dtype=dtype, device="cpu").to(device)
         return self.values
 
     def set(self, values: Sequence[Any]) -> None:

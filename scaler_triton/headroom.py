@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaler_triton.flag import OnDevice, exponent_of
+from scaler_triton.flag import OnDevice
 from scaler_triton.kernels import abi
 from scaler_triton.text import count_of
+from scaler_triton.torch_ops import exponent_of, times_power_of_2, wide_dtype, wide_on
 
 FP16_MAX = 65504.0
 # From here on `Headroom` advises another scale.
@@ -73,8 +74,8 @@ def read_headroom(flags: Sequence[Any], wait: bool) -> Headroom:
     """
     held = [flag for flag in flags if flag.measured is not None]
     if wait:
-        together = [flag.measured.to(held[-1].device) for flag in held]  # an earlier scale may have been elsewhere
-        rows = torch.stack(together).tolist() if held else []
+        home = held[-1].device if held else torch.device("cpu")  # an earlier scale may have been elsewhere
+        rows = torch.stack([wide_on(home, flag.measured) for flag in held]).tolist() if held else []
     else:
         rows = [flag.measured_copy.newest(flag.measured) or () for flag in held]
     largest = scaled = zeros = subnormal = seen = 0.0
@@ -106,12 +107,12 @@ class HeadroomRule(OnDevice):
         self.set([float(len(kept)), cap, *kept, *[0.0] * (self.window - len(kept))])
 
     def measured_by(self, checked: Sequence[Any], device: torch.device) -> Tensor:
-        """Return the largest gradient that steps' checks have measured, as a row at scale 1, fp64 [1, MEASURED_ROW]."""
+        """Return the largest gradient that steps' checks have measured, as a row at scale 1, [1, MEASURED_ROW]."""
         flags = [getattr(step, "flag", None) for step in checked]  # other code may have put plain dicts there
-        rows = [flag.measured.to(device)[None] for flag in flags if flag is not None and flag.measured is not None]
-        row = torch.zeros(1, abi.MEASURED_ROW, dtype=torch.float64, device=device)
+        held = [flag.measured for flag in flags if flag is not None and flag.measured is not None]
+        row = torch.zeros(1, abi.MEASURED_ROW, dtype=wide_dtype(device), device=device)
         row[0, abi.MEASURED_AT].fill_(1.0)
-        found = torch.cat([row, *rows])
+        found = torch.cat([row, *(wide_on(device, each)[None] for each in held)])
         unscaled = found[:, abi.LARGEST] / found[:, abi.MEASURED_AT]
         row[0, abi.LARGEST] = torch.where(unscaled > 0, unscaled, 0.0).amax()  # NaN where nothing was measured yet
         return row
@@ -121,15 +122,15 @@ class HeadroomRule(OnDevice):
         return {"measured": measured, "headroom": self.on(measured.device), "bits": self.bits}
 
     def scale_below(self, cap: Tensor, scale: Tensor, measured: Tensor, bad: Tensor) -> Tensor:
-        """Return the scale after a good update, fp64, and remember the largest gradient unless the update was `bad`."""
+        """Return the scale after a good update, in `wide_dtype`; remember the largest gradient unless it was `bad`."""
         values, unscaled = self.on(cap.device), measured[0, abi.LARGEST] / measured[0, abi.MEASURED_AT]
         count, ring = values[abi.EXPONENTS].long(), values[abi.HEADROOM_HEADER :]
         enters, slot = (unscaled > 0) & ~bad, (count % self.window).reshape(1)
-        exponent = exponent_of(unscaled).double().clamp(min=-1023.0)
+        exponent = exponent_of(unscaled).to(values.dtype).clamp(min=-1023.0)
         ring.index_copy_(0, slot, torch.where(enters, exponent, ring[slot]))
         count = count + enters
         values[abi.EXPONENTS] = count
         place = torch.arange(self.window, device=cap.device)
         top = torch.where(place < count, ring, -4096.0).amax()
-        target = torch.ldexp(torch.ones_like(top), (abi.FP16_EXPONENT - self.bits - top).clamp(-1022, 1023).int())
-        return torch.where(count > 0, torch.minimum(target, cap.double()), scale.double())
+        target = times_power_of_2(torch.ones_like(top), (abi.FP16_EXPONENT - self.bits - top).int())
+        return torch.where(count > 0, torch.minimum(target, cap.to(values.dtype)), scale.to(values.dtype))

@@ -92,7 +92,7 @@ def grad_norm(
         inv_scale: fp32, one element, any device; None: 1.
         backend: as `unscale_`.
 
-    Returns: fp64, `()`, on the first gradient's device; 0 for no gradients.
+    Returns: fp64, `()`, on the first gradient's device; fp32 if that has no fp64; 0 for no gradients.
 
     Raises: as `unscale_`.
     """
@@ -111,11 +111,11 @@ def grad_norm(
 
         def add(batch: Batch, bad: Tensor) -> None:
             one = torch_ops.constants(bad, torch.float32, 1.0)
-            parts.append(passes.norm_batch(batch, one, bad, None)[SQUARES].to(home))
+            parts.append(torch_ops.wide_on(home, passes.norm_batch(batch, one, bad, None)[SQUARES]))
 
         _run(key, known, add, grads, inv_scale=factor, found_inf=flag)
         if not parts:
-            return torch.zeros((), dtype=torch.float64, device=home)
+            return torch.zeros((), dtype=torch_ops.wide_dtype(home), device=home)
         squares = torch.stack(parts).sum()
     return squares.sqrt() * factor.detach().to(home).abs().reshape(())
 
@@ -326,4 +326,5 @@ def _norm_op(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor | Non
 
 @_norm_op.register_fake
 def _(grads: Sequence[Tensor], *_others: Any) -> Tensor:
-    return torch.empty((), dtype=torch.float64, device=_first_device(grads))
+    home = _first_device(grads)
+    return torch.empty((), dtype=torch_ops.wide_dtype(home), device=home)

@@ -59,7 +59,10 @@ def check(
             found_inf = flags[device] = flag.found_inf if at_home else torch.zeros_like(flag.found_inf, device=device)
         measured = flag.measured
         if measured is not None:
-            measured = None if batch.is_partial else measured if at_home else torch.zeros_like(measured, device=device)
+            if batch.is_partial:
+                measured = None
+            elif not at_home:
+                measured = torch.zeros_like(measured, dtype=torch_ops.wide_dtype(device), device=device)
         to_be_marked = on_torch and layout.marked_on_host
         if not on_torch and layout.counters is not plan.marks.counters.values:
             plan.marks.follow(layout, flag.device)
@@ -68,7 +71,7 @@ def check(
         if weights is not None:
             here = fp32_on(device, scale)
             total = norm_batch(batch, here, found_inf, weights[len(totals)], measures=measured is not None)
-            totals.append(total.to(flag.device))
+            totals.append(torch_ops.wide_on(flag.device, total))
         elif not divide or batch.is_partial:
             check_batch(batch, found_inf, measures=measured is not None)
         else:
@@ -90,7 +93,7 @@ def check(
             if not on_torch:
                 kernels().measure.launch_add_measured(layout.tables["measure"], measured)
             if not at_home:
-                torch_ops.combine_(flag.measured, measured.to(flag.device))
+                torch_ops.combine_(flag.measured, torch_ops.wide_on(flag.device, measured))
         if to_be_marked and (flag.is_set() if at_home else found_inf.item()):
             plan.marks.mark_on_host(batch)
     return flags, totals
@@ -132,17 +135,21 @@ def norm_batch(
         scale, found_inf, measures: as `unscale_batch_` takes them.
         weights: for each slot of the layout 1 / the number of ranks that hold the gradient; None: 1 for all.
 
-    Returns: totals, fp64 [TOTALS], on the batch's device.
+    Returns: totals, fp64 [TOTALS], on the batch's device; fp32 if that has no fp64.
     """
     layout = batch.layout
     if layout.clips == "torch":
         if weights is not None:
             weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
-        squares = torch_ops.sum_of_squares(batch.present, found_inf, weights)
-        factor = scale.double().reshape(())
-        inv_scale = torch_ops.inverse(factor).double()
-        squares, failures = squares * inv_scale * inv_scale, torch.zeros_like(squares)
-        return torch.stack([squares, found_inf.double().reshape(()), failures, factor, factor.reciprocal()])
+        wide = torch_ops.wide_dtype(layout.device)
+        factor = scale.to(wide).reshape(())
+        inv_scale = torch_ops.inverse(factor).to(wide)
+        if wide is torch.float64:
+            squares = torch_ops.sum_of_squares(batch.present, found_inf, weights) * inv_scale * inv_scale
+        else:
+            squares = torch_ops.sum_of_squares_in_fp32(batch.present, inv_scale, found_inf, weights)
+        failures = torch.zeros_like(squares)
+        return torch.stack([squares, found_inf.to(wide).reshape(()), failures, factor, factor.reciprocal()])
     table = _filled(batch, "measure" if measures else "norm")
     table.set_weights(weights)
     totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.device)

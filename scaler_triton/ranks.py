@@ -314,7 +314,7 @@ def _serving_device(group: ProcessGroup, device: torch.device) -> torch.device:
         return torch.device(bound)
     if device.type in served:
         return device
-    for kind in served:
-        if kind != "cpu" and torch.get_device_module(kind).is_available():
+    for kind in served if "cpu" not in served else ():
+        if torch.get_device_module(kind).is_available():
             return torch.device(kind, torch.get_device_module(kind).current_device())
     return torch.device("cpu")

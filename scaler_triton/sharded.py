@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+from torch import Tensor
 
 if not torch.distributed.is_available():
     raise ImportError("ShardedGradScaler needs torch.distributed, which this torch was built without: use GradScaler")
@@ -87,4 +89,15 @@ class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
                 self._ours.steps.scaled = True  # Dynamo keeps this write; it could not trace `loss_scaled`
             scaled: Outputs = super(GradScaler, self).scale(outputs)  # type: ignore[call-overload]  # torch's
             return scaled
+        if self._enabled and _is_on_apples(outputs):  # torch's class refuses its GPU
+            if isinstance(outputs, (list, tuple)):
+                return type(outputs)(map(self.scale, outputs))
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)  # type: ignore[attr-defined]
         return super().scale(outputs)
+
+
+def _is_on_apples(outputs: Any) -> bool:
+    """Return whether an output, or one of several in a list, is on Apple's GPU."""
+    several = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+    return any(isinstance(each, Tensor) and each.is_mps for each in several)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scaler_triton.dispatch import choose, is_captured, kernels, refuse_capture, sync_allowed
 from scaler_triton.kernels import abi
+from scaler_triton.torch_ops import wide_dtype
 
 if TYPE_CHECKING:
     from scaler_triton.flag import Flag
@@ -65,7 +66,7 @@ class Window:
         refuse_capture(device, "a guard's first step")
         self.length, self._sigma = length, sigma
         with torch.inference_mode(False):  # later steps write it outside that mode
-            self.memory = torch.zeros(abi.HEADER + length, dtype=torch.float64, device=device)  # see `kernels.abi`
+            self.memory = torch.zeros(abi.HEADER + length, dtype=wide_dtype(device), device=device)  # see `kernels.abi`
             self._places = torch.arange(1 << (length - 1).bit_length(), device=device)
         is_plain = type(self.memory) is Tensor  # not one of torch's fake tensors
         self.by_kernel = is_plain and choose(device, torch.float32, requested, task="guarding") == "triton"
@@ -100,7 +101,7 @@ class Window:
             count = count + enters
         n = count.clamp(max=length)
         is_held = place < n
-        norms = torch.where(is_held, ring.take((place + (count - n)) % length), 0.0)  # oldest first
+        norms = torch.where(is_held, ring[(place + (count - n)) % length], 0.0)  # oldest first
         mean = _sum(norms) / n
         apart = torch.where(is_held, norms - mean, 0.0)
         deviation = _sqrt(_sum(apart * apart) / (n - 1))

@@ -26,6 +26,25 @@ _SMALLEST = 2.0**-126  # normal number of fp32
 _LOW_SQUARE = 2.0**-120  # if the mean of the squares is below this, some of them may have become 0
 
 
+@functools.cache
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of sums and norms on a device: fp64, or fp32 where it has none, as Apple's GPUs."""
+    if device.type in ("cpu", "cuda", "meta"):
+        return torch.float64
+    try:
+        torch.ones((), dtype=torch.float64, device=device).reciprocal()  # some fail at the first op only
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, RuntimeError):
+        return torch.float32
+    return torch.float64
+
+
+def wide_on(device: torch.device, numbers: Tensor, *, non_blocking: bool = False) -> Tensor:
+    """Return sums or norms on `device`, in its `wide_dtype`."""
+    return numbers.to(device, wide_dtype(device), non_blocking=non_blocking)
+
+
 def unscale_(tensors: Sequence[Any], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Multiply every gradient by `inv_scale` and set `found_inf` to 1 if one held NaN or Inf before.
 
@@ -76,6 +95,18 @@ def sum_of_squares(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequen
     return torch.stack(squares).sum()
 
 
+def sum_of_squares_in_fp32(
+    tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, weights: Sequence[float] | None
+) -> Tensor:
+    """Do what `sum_of_squares` does, of `tensor * inv_scale` and in fp32, for a device without fp64."""
+    check(tensors, found_inf)  # the squares of large gradients are infinite
+    norms = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float32)) * inv_scale.reshape(())
+    squares = norms.square()
+    if weights is not None:
+        squares = torch.stack(torch._foreach_mul(squares.unbind(), list(weights)))
+    return squares.sum()
+
+
 def _sum_by_rows(tensors: Sequence[Tensor], weights: Sequence[float] | None) -> Tensor:
     short, rows, row_weights = [], [], []
     wide: Tensor | None = None  # fits the cache, as what is converted at once does not
@@ -102,7 +133,7 @@ def _sum_by_rows(tensors: Sequence[Tensor], weights: Sequence[float] | None) -> 
 
 
 def measure(tensors: Sequence[Tensor], measured: Tensor) -> None:
-    """Add to `measured` (fp64 [MEASURED_ROW]) the largest finite value, zeros, fp16 subnormals and elements seen.
+    """Add to `measured` (`wide_dtype`, [MEASURED_ROW]) the largest finite value, zeros, fp16 subnormals, all elements.
 
     largest = max(largest, abs(g) for all g that are finite)
     zeros, subnormal, seen += (g == 0).sum(), (0 < abs(g) < 2**-14).sum(), g.numel()
@@ -110,7 +141,7 @@ def measure(tensors: Sequence[Tensor], measured: Tensor) -> None:
     for tensor in tensors:
         if tensor.numel():
             size = tensor.abs()
-            largest = torch.where(size.isfinite(), size, 0.0).amax().double()
+            largest = torch.where(size.isfinite(), size, 0.0).amax().to(measured.dtype)
             measured[LARGEST] = torch.maximum(measured[LARGEST], largest)
             zeros = (size == 0).sum()
             small = (size < SMALLEST_NORMAL).sum() - zeros
@@ -146,8 +177,22 @@ def clip_(tensors: Sequence[Tensor], inv_scale: Tensor, coef: Tensor) -> None:
 
 
 def norm_of(totals: Tensor) -> Tensor:
-    """Return the 2-norm, fp32 `()`, from totals (fp64 [TOTALS])."""
+    """Return the 2-norm, fp32 `()`, from totals (`wide_dtype`, [TOTALS])."""
     return totals[SQUARES].sqrt().float()
+
+
+def exponent_of(number: Tensor) -> Tensor:
+    """Return floor(log2(number)) of positive numbers, fp64 or fp32; at least -127 of fp32."""
+    if number.dtype is torch.float64:
+        return torch.frexp(number)[1] - 1
+    return (number.view(torch.int32) >> 23) - 127  # Apple's GPUs have no frexp
+
+
+def times_power_of_2(number: Tensor, exponent: Tensor) -> Tensor:
+    """Return number * 2**exponent, fp64 or fp32, for an exponent within the range of that dtype."""
+    if number.dtype is torch.float64:
+        return torch.ldexp(number, exponent.clamp(-1022, 1023).int())
+    return number * ((exponent.clamp(-126, 127).int() + 127) << 23).view(torch.float32)
 
 
 def coefficient(flag: Tensor, norm: Tensor, max_norm: float) -> Tensor:
@@ -159,7 +204,7 @@ def inverse(scale: Tensor) -> Tensor:
     """Return float(1 / double(scale)), the factor that torch multiplies by; on the CPU kept, and not to be written."""
     if scale.is_cpu and type(scale) is Tensor:  # fake tensors cannot be read
         return _kept_inverse(scale.item())
-    return scale.double().reciprocal().float()
+    return scale.to(wide_dtype(scale.device)).reciprocal().float()
 
 
 @functools.lru_cache

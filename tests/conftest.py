@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from no_fp64 import WithoutFp64, applies
 from rank_pool import RankPool
 
 from scaler_triton import dispatch
 
 GROUP_LIMIT = 10.0  # Seconds one collective may take.
+PLACES = os.environ.get("PLACES", "")
 END = time.monotonic() + float(os.environ.get("TEST_SECONDS", "inf"))
 # Not for a pytest that a test starts.
 NEEDS_GPU = bool(os.environ.pop("NEEDS_GPU", ""))
@@ -29,6 +31,8 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what needs a GPU, as time may run out; without one leave it out."""
+    if PLACES == "mps":
+        items[:] = [item for item in items if applies(item)]
     if torch.cuda.is_available():
         items.sort(key=lambda item: item.get_closest_marker("gpu") is None)
         return
@@ -41,6 +45,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Stop after the first test that ends beyond TEST_SECONDS: a tool around all of them can still sum up."""
     if time.monotonic() > END:
         item.session.shouldstop = "out of time, TEST_SECONDS are over"
+
+
+@pytest.fixture(autouse=PLACES == "mps")
+def without_fp64() -> Iterator[WithoutFp64]:
+    """A device without fp64, "mps", which is pretended."""
+    with WithoutFp64() as mode:
+        yield mode
 
 
 @pytest.fixture(scope="session")

@@ -29,11 +29,16 @@ class Place:
 
 def places() -> list[Place]:
     """Return every device and backend of this machine; without a GPU Triton's interpreter serves the CPU."""
-    if os.environ.get("PLACES") == "torch":
-        return [Place("cpu", "torch")]
+    if os.environ.get("PLACES") in ("torch", "mps"):  # the second is pretended: see `no_fp64`
+        return [Place("cpu" if os.environ["PLACES"] == "torch" else "mps", "torch")]
     if torch.cuda.is_available():
         return [Place("cpu", "torch"), Place("cuda", "triton"), Place("cuda", "torch")]
     return [Place("cpu", "torch"), Place("cpu", "triton")]
+
+
+def wide(place: Place) -> torch.dtype:
+    """Return the dtype of sums and norms: Apple's GPU has no fp64."""
+    return torch.float32 if place.device == "mps" else torch.float64
 
 
 PLACES = pytest.mark.parametrize("place", places(), ids=str)

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import DTYPES, KERNELS, PLACES, Place, assert_all_same, assert_same
+from helpers import DTYPES, KERNELS, PLACES, Place, assert_all_same, assert_same, wide
 from tensor_pair import Pair
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def assert_right(grads: list[Tensor], place: Place) -> None:
     for want in before:
         torch._amp_foreach_non_finite_check_and_unscale_([want], want_flag, torch.tensor(1 / 3))
     assert flag.item() == norm_flag.item() == want_flag.item()
-    torch.testing.assert_close(norm.cpu(), whole.norm(), rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(norm.cpu(), whole.norm().to(wide(place)), rtol=1e-6, atol=0, equal_nan=True)
     flag.zero_()
     ops.unscale_(grads, factor, flag, backend=place.backend)
     assert flag.item() == want_flag.item()

@@ -18,6 +18,7 @@ from helpers import (
     randn,
     started,
     sum_of_squares,
+    wide,
 )
 from tensor_pair import Pair
 from torch import Tensor
@@ -75,7 +76,7 @@ def measured(batch: Batch, place: Place, weights: list[float] | None = None, sca
     """Return sum of squares and flag, the rest of the totals checked."""
     flag, factor = number(0.0, place), number(scale, place)
     totals = passes.norm_batch(batch, factor, flag, weights)
-    assert (totals.dtype, totals.shape, totals.device) == (torch.float64, (TOTALS,), batch.layout.key.device)
+    assert (totals.dtype, totals.shape, totals.device) == (wide(place), (TOTALS,), batch.layout.key.device)
     assert totals[OVERFLOWS:].tolist() == [flag.item(), 0.0, scale, 1 / scale]
     return totals[SQUARES].item(), flag.item()
 
@@ -91,7 +92,7 @@ def test_weights_and_empty_slots(place: Place, dtype: torch.dtype) -> None:
 
 
 def clip(batch: Batch, place: Place, scale: float, max_norm: float, norm: float = 1.0, flag: float = 0.0) -> None:
-    totals = torch.tensor([norm**2, flag, 0.0, scale, 1 / scale], dtype=torch.float64, device=place.device)
+    totals = torch.tensor([norm**2, flag, 0.0, scale, 1 / scale], dtype=wide(place), device=place.device)
     returned, wrote = passes.clip_batch_(batch, number(scale, place), totals, max_norm, None, 0)
     assert (returned.dtype, returned.shape, returned.device, wrote) == (torch.float32, (), totals.device, False)
     assert_same(returned.cpu(), torch.tensor(norm))
