@@ -99,12 +99,13 @@ def check(
     try:
         if by_norm:
             open_window(scaler, step)
-        plan = ours.steps.plan(step, optimizer)
+        plan, parameters = ours.steps.plan(step, optimizer)
         plan.written = False
         if plan.is_distributed or ours.sharded or scaler.process_group is not None:
-            peers = peers_of(scaler, plan)
+            peers = peers_of(scaler, plan, parameters)
         if by_norm:
-            part = Part(optimizer, step, plan, replicas_in(plan, peers, None, guess=True))
+            replicas = replicas_in(plan, parameters, peers, None, guess=True)
+            part = Part(optimizer, step, plan, parameters, replicas)
             totals = norm_totals(scaler, [part], peers)
             flag, flags = part.flag, part.flags
         elif getattr(scaler._unscale_grads_, "__func__", None) not in OUR_METHODS:
@@ -114,7 +115,7 @@ def check(
             flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, ours.allow_fp16 or not divide)
         else:
             flag = new_flag(scaler, step, divide)
-            batches = plan.collect(allow_fp16=ours.allow_fp16 or not divide)
+            batches = plan.collect(parameters, allow_fp16=ours.allow_fp16 or not divide)
             flags, _ = passes.check(plan, batches, scale, flag, divide=divide and ours.guard is None)
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
@@ -157,6 +158,7 @@ class Part:
     optimizer: Any
     step: OptimizerStep
     plan: GradPlan
+    parameters: Sequence[Tensor]
     replicas: Sequence[int]  # how many ranks hold each parameter's shard
     flag: Any = None
     flags: Flags = field(default_factory=dict)  # of each device
@@ -165,12 +167,12 @@ class Part:
 
 def norm_totals(scaler: GradScaler, parts: Sequence[Part], peers: Ranks | None) -> Tensor:
     """Check optimizers' gradients; return this rank's totals of their norm, on the scale's device."""
-    scale, every = scaler._scale, []
+    scale, every, allow_fp16 = scaler._scale, [], scaler._ours.allow_fp16
     for part in parts:
         plan, flag = part.plan, new_flag(scaler, part.step)
-        part.flag, part.batches = flag, plan.collect(allow_fp16=scaler._ours.allow_fp16, summed=True)
+        part.flag, part.batches = flag, plan.collect(part.parameters, allow_fp16=allow_fp16, summed=True)
         choose_backends(part.batches, plan.requested, clips=True)
-        replicas = _replicas_of_gradients(plan, part.replicas)
+        replicas = _replicas_of_gradients(part)
         weights = [_weights(batch, replicas) for batch in part.batches]
         part.flags, totals = passes.check(plan, part.batches, scale, flag, weights=weights)
         flag.add(part.flags.values())
@@ -205,21 +207,24 @@ def open_window(scaler: GradScaler, step: OptimizerStep) -> None:
         step.window = ours.guard.new_window(device, ours.steps.requested)
 
 
-def replicas_in(plan: GradPlan, peers: Ranks | None, model: nn.Module | None, *, guess: bool = False) -> list[int]:
+def replicas_in(
+    plan: GradPlan, parameters: Sequence[Tensor], peers: Ranks | None, model: nn.Module | None, *, guess: bool = False
+) -> list[int]:
     """Return `replicas_of` the plan's parameters, which the plan keeps; to `guess`, those of any model will do."""
     key = (peers, None if model is None else weakref.ref(model), guess)
     if plan.replicas is None or (plan.replicas[0] != key and not (guess and plan.replicas[0][0] == peers)):
-        plan.replicas = key, ranks.replicas_of(plan.parameters, peers, model, guess=guess)
+        plan.replicas = key, ranks.replicas_of(parameters, peers, model, guess=guess)
     return plan.replicas[1]
 
 
-def _replicas_of_gradients(plan: GradPlan, replicas: Sequence[int]) -> Sequence[int]:
+def _replicas_of_gradients(part: Part) -> Sequence[int]:
     """Return how many ranks hold each gradient that was collected last: backward may shard it differently."""
-    if not plan.grad_shards:
+    grad_shards, replicas = part.plan.grad_shards, part.replicas
+    if not grad_shards:
         return replicas  # the same list: see `_weights`
     counts = list(replicas)
-    for index, shards in plan.grad_shards.items():
-        counts[index] = replicas[index] * gradients.num_shards(plan.parameters[index]) // shards
+    for index, shards in grad_shards.items():
+        counts[index] = replicas[index] * gradients.num_shards(part.parameters[index]) // shards
     return counts
 
 
@@ -232,12 +237,16 @@ def _weights(batch: Batch, replicas: Sequence[int]) -> list[float] | None:
     return layout.weights[1]
 
 
-def peers_of(scaler: GradScaler, plan: GradPlan, *joint: GradPlan) -> Ranks | None:
-    """Return the ranks that must agree on one optimizer, or on several together; the first one's plan keeps them."""
+def peers_of(scaler: GradScaler, plan: GradPlan, parameters: Sequence[Tensor], *joint: GradPlan) -> Ranks | None:
+    """Return the ranks that must agree on one optimizer, or on several together; the first one's plan keeps them.
+
+    Args:
+        parameters: of all of them.
+        joint: the plans of the other ones.
+    """
     ours, key = scaler._ours, (scaler.process_group, ranks.default_group(), *map(weakref.ref, joint))
     if plan.peers is None or plan.peers[0] != key:
-        held = [parameter for each in (plan, *joint) for parameter in each.parameters]
-        plan.peers = key, ranks.find(ours, held, scaler.process_group)
+        plan.peers = key, ranks.find(ours, parameters, scaler.process_group)
         others = [step.plan.peers for step in ours.steps.all() if step.plan is not None and step.plan.peers is not None]
         ranks.warn_if_apart(ours, plan.peers[1], [theirs for their_key, theirs in others if their_key == key])
     return plan.peers[1]

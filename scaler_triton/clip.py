@@ -139,15 +139,16 @@ def _open(
     try:
         for step in steps:
             check.open_window(scaler, step)
-        plans = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, optimizers, strict=True)]
-        peers = check.peers_of(scaler, *plans)
-        replicas = [check.replicas_in(plan, peers, model) for plan in plans]
+        known = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, optimizers, strict=True)]
+        plans, parameters = zip(*known, strict=True)
+        peers = check.peers_of(scaler, plans[0], parameters_of(*optimizers), *plans[1:])
+        replicas = [check.replicas_in(plan, held, peers, model) for plan, held in known]
     except ValueError:  # a wrong argument raises on all ranks
         raise
     except Exception:
         tell_others()
         raise
-    return list(map(Part, optimizers, steps, plans, replicas)), peers
+    return list(map(Part, optimizers, steps, plans, parameters, replicas)), peers
 
 
 def _clip_at_once(
@@ -187,7 +188,7 @@ def _unscale_and_read(scaler: GradScaler, parts: list[Part], request: Request) -
     """Unscale the optimizers one by one, then return the `_terms_of` the chosen gradients."""
     ready = [part for part in parts if part.step.phase in (READY, CARRIED)]
     for part in ready:  # every gradient is validated before the first is written
-        part.plan.collect(allow_fp16=scaler._ours.allow_fp16)
+        part.plan.collect(part.parameters, allow_fp16=scaler._ours.allow_fp16)
     for part in ready:
         scaler.unscale_(part.optimizer)
     flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), scaler._scale.device)

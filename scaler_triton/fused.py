@@ -59,9 +59,10 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
     step.reader = stream_of(scale, scaler._ours.steps.requested)() if updater is None else updater.stream()
     on_host = not scale.is_cpu and _CPU in flags
     factor = (scale.reshape(()) if scale.ndim else scale) if divides else None
+    step.outcome = found_inf if flag is None else flag  # hooks of the optimizer may ask for it
     try:
         result = _step_with_scale(optimizer, inner, factor, found_inf, on_host, args, kwargs)
-        step.stepped(found_inf if flag is None else flag)
+        step.stepped(step.outcome)
     except BaseException:
         # Its kernels may have divided some of the gradients; what was captured has not run yet.
         if divides or (step.captured and is_captured(scale)):

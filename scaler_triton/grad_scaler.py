@@ -35,7 +35,7 @@ from scaler_triton.kernels.abi import MAX_SCALE, STATUS
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.report import Model, OverflowReport
 from scaler_triton.spikes import Guard
-from scaler_triton.step import CARRIED, FAILED, READY, STEPPED, UNSCALED, OptimizerStep, Steps
+from scaler_triton.step import CARRIED, FAILED, FOREIGN, READY, STEPPED, UNSCALED, OptimizerStep, Steps
 from scaler_triton.update import LaggingCounters, ScalerStats
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
@@ -195,6 +195,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale is None or self._growth_tracker is None:
             require_scale(self, "unscale_", [optimizer])
         step = self._ours.steps.open(optimizer)
+        if step.phase is FOREIGN:
+            super().unscale_(optimizer)
+            return
         step.require_unscalable()
         check(self, step, optimizer, divide=True)
 
@@ -271,6 +274,8 @@ class GradScaler(torch.amp.GradScaler):
         before = step.phase
         if before is STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        if before is FOREIGN:
+            return super().step(optimizer, *args, **kwargs)
         step.raised, step.fresh, step.began = False, False, True
         try:
             if before is CARRIED:
@@ -298,7 +303,7 @@ class GradScaler(torch.amp.GradScaler):
                     step.outcome = any_flag(step["found_inf_per_device"].values(), scale.device)
                 step.stepped(step.outcome)
         except BaseException as error:
-            step.raised = steps.unfinished = True
+            step.raised, step.outcome, steps.unfinished = True, None, True
             if before is UNSCALED and isinstance(error, PeerFailedError):
                 step.peer_failed()
                 step.raised = False  # as on the rank that failed
@@ -315,8 +320,8 @@ class GradScaler(torch.amp.GradScaler):
         else:
             skips = flag.on_host(flags, fresh=step.fresh or not self._ours.steps.exposed)
             step.fresh = False  # other code may call this method again, with flags of its own
+        step.outcome = skips  # hooks of the optimizer may ask for it
         result: float | None = None if skips else optimizer.step(*args, **kwargs)
-        step.outcome = skips
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -446,7 +451,8 @@ class GradScaler(torch.amp.GradScaler):
     def was_skipped(self, optimizer: Any) -> bool:
         """Return whether the last `step(optimizer)` was skipped, until its next `unscale_`, clip or step.
 
-        It may be called before and after `update()`, and waits for the device if the optimizer is fused. For a step in
+        It may be called before and after `update()`, and while the optimizer steps, as its hooks do: then it is about
+        that step. It waits for the device if the optimizer is fused. For a step in
         a graph, the last replay counts. A disabled scaler returns False.
 
         Args:
@@ -538,7 +544,8 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class or of torch's returned; a disabled scaler loads nothing.
 
-        Without the key `scaler_triton` the limits stay and the counters become 0.
+        Without the key `scaler_triton` the limits stay and the counters become 0. Every optimizer's step begins anew:
+        gradients count as scaled, whatever was unscaled or stepped before.
 
         Args:
             state_dict: the five fields, and perhaps that key; read.
@@ -561,6 +568,7 @@ class GradScaler(torch.amp.GradScaler):
         ours.counters.set(counters)
         if ours.headroom is not None:
             ours.headroom.restore(*remembered)
+        ours.steps.reset()  # what was checked or stepped before does not count in the loaded run
         for step in ours.steps.all():
             if step.plan is not None:
                 step.plan.marks.forget()  # they refer to another run's skips
@@ -603,11 +611,11 @@ class GradScaler(torch.amp.GradScaler):
         steps = self._ours.steps
         # A call from outside a step, perhaps for a few parameters, must not begin one.
         step = steps.last(optimizer) or OptimizerStep()
-        plan = steps.plan(step, optimizer)
+        plan, parameters = steps.plan(step, optimizer)
         flag = Flag(found_inf.new_zeros(STATUS))
         flag.found_inf.copy_(found_inf.reshape(()))
         plan.written = False
-        batches = plan.collect(allow_fp16=allow_fp16)
+        batches = plan.collect(parameters, allow_fp16=allow_fp16)
         flags, _ = passes.check(plan, batches, inv_scale.to(flag.device), flag, divide=True, inverse=True)
         is_sharded = self._ours.sharded and self._ours.guard is None
         return flags or ({flag.device: flag.found_inf} if is_sharded else {})
@@ -618,12 +626,14 @@ class GradScaler(torch.amp.GradScaler):
         If other ranks must agree, they are checked once per step; else by each call until a step or a joint clip.
         """
         step = self._per_optimizer_states.open(optimizer)
+        if step.phase is FOREIGN:
+            return super()._check_inf_per_device(optimizer)
         phase, flag, flags = step.phase, step.flag, step["found_inf_per_device"]
         try:
             if self._scale is None or self._growth_tracker is None:
                 require_scale(self, "_check_inf_per_device", [optimizer])
             is_final = phase in (STEPPED, FAILED) or (phase is UNSCALED and (flag is None or flag.is_final))
-            if not (flags and (is_final or peers_of(self, self._ours.steps.plan(step, optimizer)))):
+            if not (flags and (is_final or peers_of(self, *self._ours.steps.plan(step, optimizer)))):
                 before = flag or step.carried if phase in (UNSCALED, CARRIED) else None
                 measured = None if before is None or before.measured is None else before.measured.clone()
                 check(self, step, optimizer, divide=False)

@@ -59,10 +59,8 @@ def check(
             found_inf = flags[device] = flag.found_inf if at_home else torch.zeros_like(flag.found_inf, device=device)
         measured = flag.measured
         if measured is not None:
-            if batch.is_partial:
-                measured = None
-            elif not at_home:
-                measured = torch.zeros_like(measured, dtype=torch_ops.wide_dtype(device), device=device)
+            row = measured if at_home else torch_ops.wide_on(device, torch.zeros_like(measured))
+            measured = None if batch.is_partial else row
         to_be_marked = on_torch and layout.marked_on_host
         if not on_torch and layout.counters is not plan.marks.counters.values:
             plan.marks.follow(layout, flag.device)

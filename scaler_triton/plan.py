@@ -78,7 +78,9 @@ class GradPlan:
     """The parameters of one optimizer, and the layouts of their gradients.
 
     A missing gradient leaves its slot empty; only a new shape, stride, dtype or device changes the layouts. The plan
-    keeps parameters and layouts alive, but no gradient; it keeps replaced parameters until the next step.
+    knows its parameters by their ids only: a reference would keep replaced ones alive, with their gradients, and torch
+    swaps no parameter that has a weak one. A new parameter at a freed one's address passes for it; what a pass depends
+    on is compared for each gradient all the same.
     """
 
     marks: Marks  # of overflows; set by the registry that makes the plan
@@ -87,27 +89,27 @@ class GradPlan:
         for parameter in parameters:
             if not isinstance(parameter, Tensor):
                 raise AssertionError(f"expected param to be torch.Tensor, got {type(parameter).__name__}")
-        self.parameters = list(parameters)
+        self.ids = list(map(id, parameters))
         self.requested, self.measures = requested, measures
-        self.is_distributed = any(map(gradients.is_distributed, self.parameters))
+        self.is_distributed = any(map(gradients.is_distributed, parameters))
         # What other modules compute from the parameters, each with what it was computed from.
         self.peers: tuple[Any, Ranks | None] | None = None  # the ranks that must agree
         self.replicas: tuple[Any, list[int]] | None = None  # how many ranks hold each parameter's shard
         self.written = False  # whether the last pass began to write the gradients
-        self.dtensors = {i: each for i, each in enumerate(self.parameters) if gradients.is_dtensor(each)}
-        self.first_spec = self.spec_of_first()
-        overrides = not all(is_plain(each) or each.__torch_function__ is _NO_OVERRIDE for each in self.parameters)
+        self.dtensors = [index for index, each in enumerate(parameters) if gradients.is_dtensor(each)]
+        self.first_spec = self.spec_of_first(parameters)
+        overrides = not all(is_plain(each) or each.__torch_function__ is _NO_OVERRIDE for each in parameters)
         self._reading: Callable[[], Any] = nullcontext if overrides else _unasked
-        self._reduced_specs: list[Any] = [None] * len(self.parameters)  # of gradients that are not Partial
+        self._reduced_specs: list[Any] = [None] * len(parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
         # Of all gradients of a step in which none was missing; and for each gradient, shared by those of one form.
         self._match_all: Matcher | None = None
-        self._matchers: list[Matcher] = [unknown] * len(self.parameters)
+        self._matchers: list[Matcher] = [unknown] * len(parameters)
         self._matchers_by_form: dict[Any, Matcher] = {}
-        self._build_layouts([_expected_form(parameter) for parameter in self.parameters])
+        self._build_layouts([_expected_form(parameter) for parameter in parameters], parameters)
 
-    def collect(self, *, allow_fp16: bool = True, summed: bool = False) -> list[Batch]:
-        """Return this step's gradients as batches, detached and accepted by `gradients.check_gradient`.
+    def collect(self, parameters: Sequence[Tensor], *, allow_fp16: bool = True, summed: bool = False) -> list[Batch]:
+        """Return this step's gradients of the plan's parameters as batches, accepted by `gradients.check_gradient`.
 
         Uncoalesced sparse fp16 gradients are replaced by coalesced ones, as torch does. A Partial one is multiplied by
         its number of terms: if that is finite, so is the sum, which needs a collective that a rank without such a
@@ -115,10 +117,10 @@ class GradPlan:
         """
         if self.dtensors:
             with self._reading():
-                grads: Sequence[Tensor | None] = tuple(map(_grad_of, self.parameters))
+                grads: Sequence[Tensor | None] = tuple(map(_grad_of, parameters))
             local = self._known_shards(grads)
         else:
-            local = grads = tuple(map(_grad_of, self.parameters))  # a slice of all is itself, no copy
+            local = grads = tuple(map(_grad_of, parameters))  # a slice of all is itself, no copy
         here: list[bool] | None = None  # which are not missing; None: all
         known = bool(local) and (allow_fp16 or not self._has_fp16)
         if known and not (self._match_all and self._match_all(*local)):
@@ -131,9 +133,9 @@ class GradPlan:
         others: list[Batch] = []
         if not known:
             if summed:
-                gradients.reduce_(self.parameters)
-                grads = tuple(map(_grad_of, self.parameters))
-            local, others = self._inspect([*grads], allow_fp16)
+                gradients.reduce_(parameters)
+                grads = tuple(map(_grad_of, parameters))
+            local, others = self._inspect([*grads], parameters, allow_fp16)
             here = list(map(is_not, local, repeat(None)))
         batches = []
         for layout, row in self._rows:
@@ -162,13 +164,15 @@ class GradPlan:
             shards.append(grad if spec is None else getattr(grad, gradients.SHARD, grad))
         return shards
 
-    def _inspect(self, grads: list[Tensor | None], allow_fp16: bool) -> tuple[list[Tensor | None], list[Batch]]:
+    def _inspect(
+        self, grads: list[Tensor | None], parameters: Sequence[Tensor], allow_fp16: bool
+    ) -> tuple[list[Tensor | None], list[Batch]]:
         """Look at each gradient, and give those of a new form slots.
 
         Returns: `grads` with shards for DTensors, and without sparse gradients; the batches of sparse and Partial ones.
         """
         self._match_all = None  # its forms may come again, when the layouts are those of others
-        partials = self._localise(grads)
+        partials = self._localise(grads, parameters)
         new = {
             index: grad
             for index, (grad, matches) in enumerate(zip(grads, self._matchers, strict=True))
@@ -193,10 +197,10 @@ class GradPlan:
             grads[index] = None
             if grad.dtype is torch.float16:
                 # The sum of scaled fp16 duplicates may overflow: check the sum.
-                self.parameters[index].grad = grad = coalesce_fp16(grad)
+                parameters[index].grad = grad = coalesce_fp16(grad)
             sparse[index] = grad._values()
         if len(changed) > len(sparse):
-            self._build_layouts(forms)
+            self._build_layouts(forms, parameters)
         for index in new.keys() - sparse.keys():
             key, local = self._forms[index], grads[index]
             matches = self._matchers_by_form.get(key)
@@ -207,7 +211,7 @@ class GradPlan:
         others += [batch._replace(is_partial=True) for batch in group(partials)]
         return grads, others
 
-    def _localise(self, grads: list[Tensor | None]) -> dict[int, Tensor]:
+    def _localise(self, grads: list[Tensor | None], parameters: Sequence[Tensor]) -> dict[int, Tensor]:
         """Replace DTensors by their local shards; return the tensors to be checked for Partial ones, by parameter."""
         partials = {}
         for index in self.dtensors:
@@ -222,20 +226,20 @@ class GradPlan:
                 partials[index] = local.detach() * terms
                 continue
             self._reduced_specs[index] = spec
-            usual = gradients.num_shards(self.parameters[index])
+            usual = gradients.num_shards(parameters[index])
             # A plain gradient of a DTensor parameter is a local shard, split as the parameter is.
             shards = gradients.num_shards(grad) if gradients.is_dtensor(grad) else usual
             if shards != self.grad_shards.get(index, usual):
                 self.grad_shards[index] = shards
         return partials
 
-    def spec_of_first(self) -> Any:
+    def spec_of_first(self, parameters: Sequence[Tensor]) -> Any:
         """Return the DTensorSpec of the first parameter that is a DTensor; None if there is none, or no such name."""
-        return getattr(next(iter(self.dtensors.values()), None), gradients.SPEC, None)
+        return getattr(parameters[self.dtensors[0]], gradients.SPEC, None) if self.dtensors else None
 
-    def _build_layouts(self, forms: list[_Form | None]) -> None:
+    def _build_layouts(self, forms: list[_Form | None], parameters: Sequence[Tensor]) -> None:
         """Build a layout for each LayoutKey, with a slot for each form; change nothing if this raises."""
-        devices = dict.fromkeys(parameter.device for parameter in self.parameters)
+        devices = dict.fromkeys(parameter.device for parameter in parameters)
         slots = [(index, form.key, form.shape.numel()) for index, form in enumerate(forms) if form is not None]
         self.layouts: list[Layout] = _layouts_of(slots)
         self.devices = [device for device in devices if device.type != "meta"]  # each needs a flag, which can be read

@@ -248,14 +248,24 @@ def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
     spikes: list[Spike] = []
     for number, (step, those) in enumerate(zip(planned, generations.values(), strict=True)):
         kinds = step.plan.marks.of(those)
+        held = _held_by(step)
         for index in sorted(kinds):
-            parameter = step.plan.parameters[index]
+            parameter = held.get(index)
             name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
-            bad.append(BadGradient(name, _WORDS[kinds[index]], local_tensor(parameter).numel(), rank))
+            numel = 0 if parameter is None else local_tensor(parameter).numel()
+            bad.append(BadGradient(name, _WORDS[kinds[index]], numel, rank))
         found = [] if step.window is None else map(step.window.spike, sorted(those))
         spikes += [Spike(*each) for each in found if each is not None]
     uncovered = {text for step in planned if pending or update for text in step.plan.marks.not_covered()}
     return OverflowReport(update, tuple(bad), False, tuple(sorted(uncovered)), pending, tuple(spikes))
+
+
+def _held_by(step: OptimizerStep) -> dict[int, Tensor]:
+    """Return the parameters of a step's plan that its optimizer still holds, by their numbers."""
+    owner = step.owner()
+    held = [each for group in owner.param_groups for each in group["params"]] if owner is not None else ()
+    ids = [] if step.plan is None else step.plan.ids
+    return {index: each for index, (each, known) in enumerate(zip(held, ids, strict=False)) if id(each) == known}
 
 
 def _gather(own: OverflowReport, group: Any, home: torch.device) -> OverflowReport:

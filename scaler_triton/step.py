@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,13 +39,14 @@ class Phase(Enum):
     CARRIED = OptState.READY, "divided before the last update, but not stepped; ends when the next loss is scaled"
     FAILED = OptState.UNSCALED, "an error left gradients half written: this step will be skipped"
     STEPPED = OptState.STEPPED, "stepped or skipped"
+    FOREIGN = None, "a stage of a subclass's own, which alone knows what it means: torch's methods go by it"
 
-    def __init__(self, stage: OptState, meaning: str) -> None:
+    def __init__(self, stage: OptState | None, meaning: str) -> None:
         self.stage = stage
 
 
 # Looking up an enum's member takes 50 ns, a global 4.
-READY, UNSCALED, CARRIED, FAILED, STEPPED = Phase
+READY, UNSCALED, CARRIED, FAILED, STEPPED, FOREIGN = Phase
 READY_STAGE, UNSCALED_STAGE, STEPPED_STAGE = OptState
 _PHASES = {READY_STAGE: READY, UNSCALED_STAGE: UNSCALED, STEPPED_STAGE: STEPPED}
 
@@ -75,7 +75,8 @@ class OptimizerStep(dict[str, Any]):
     (6) UNSCALED if a loss was scaled since the failure, as a loop does that has dropped the batch.
     (7) FAILED if the flag tells that another rank's check or clip has, as on that rank.
 
-    Other code may write "stage": the phase follows at the next `scale`, or when the step is next looked up.
+    Other code may write "stage": the phase follows at the next `scale`, or when the step is next looked up. With one
+    that torch does not have, the step is FOREIGN until `update`.
     """
 
     __slots__ = (
@@ -128,6 +129,11 @@ class OptimizerStep(dict[str, Any]):
             self.reset()
         if self.phase is STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
+        if self.phase is FOREIGN:
+            raise RuntimeError(
+                f"an optimizer whose stage is {self['stage']!r}, which is not torch's, cannot be clipped here: call "
+                "unscale_, then torch.nn.utils.clip_grad_norm_"
+            )
         if self.phase in (UNSCALED, FAILED) and not again:
             raise RuntimeError(f"unscale_() has already been called on this optimizer since the last update().{hint}")
 
@@ -221,7 +227,7 @@ class OptimizerStep(dict[str, Any]):
 
     def adopt(self) -> None:
         """Follow a stage that other code has written."""
-        self.phase = _PHASES.get(self["stage"], READY)
+        self.phase = _PHASES.get(self["stage"], FOREIGN)
         self.raised = False
 
     def own_flag(self) -> Flag | None:
@@ -234,7 +240,9 @@ class OptimizerStep(dict[str, Any]):
 class Steps(dict[Any, Any]):
     """The steps of a scaler's optimizers, by the ids of these and of their wrappers: `_per_optimizer_states`."""
 
-    __slots__ = ("__weakref__", "counters", "exposed", "measures", "replayed", "requested", "scaled", "unfinished")
+    __slots__ = (
+        "__weakref__", "counters", "exposed", "measures", "new_state", "replayed", "requested", "scaled", "unfinished",
+    )  # fmt: skip
 
     def __init__(self, counters: Counters, requested: str) -> None:
         self.counters, self.requested = counters, requested  # the scaler's counters and the requested backend
@@ -243,9 +251,15 @@ class Steps(dict[Any, Any]):
         self.exposed = False  # whether other code has seen the steps: it may write flags at any time
         self.replayed = False  # whether graphs may write gradients without a call of `scale`
         self.scaled = False  # set by a compiled `scale`, which cannot call `loss_scaled`: the next `open` does
+        self.new_state: Callable[[], Mapping[str, Any]] = dict  # of an assigned mapping: what a new step also holds
 
     def __missing__(self, key: Any) -> OptimizerStep:
-        step = self[key] = OptimizerStep()
+        step = self[key] = self._new_step()
+        return step
+
+    def _new_step(self) -> OptimizerStep:
+        step = OptimizerStep()
+        step.update(self.new_state())
         return step
 
     def open(self, optimizer: Any) -> OptimizerStep:
@@ -270,8 +284,8 @@ class Steps(dict[Any, Any]):
                 return step
         return None
 
-    def plan(self, step: OptimizerStep, optimizer: Any) -> GradPlan:
-        """Return the plan of the optimizer's gradients, a new one if its parameters changed.
+    def plan(self, step: OptimizerStep, optimizer: Any) -> tuple[GradPlan, list[Tensor]]:
+        """Return the plan of the optimizer's gradients, a new one if its parameters changed, and these parameters.
 
         `model.to` moves or swaps all of them in place: then the first one, or the first DTensor, is elsewhere.
         """
@@ -282,15 +296,14 @@ class Steps(dict[Any, Any]):
             parameters = [each for group in groups for each in group["params"]]
         if (
             plan is None
-            or len(parameters) != len(plan.parameters)
-            or not all(map(is_, parameters, plan.parameters))
+            or list(map(id, parameters)) != plan.ids
             or (parameters and parameters[0].device != plan.first_device)
-            or (plan.dtensors and (spec := plan.spec_of_first()) is not plan.first_spec and spec != plan.first_spec)
+            or (plan.dtensors and plan.spec_of_first(parameters) != plan.first_spec)
         ):
             plan = GradPlan(parameters, self.requested, measures=self.measures)
             plan.marks = Marks(plan, self.counters)
             step.plan = plan
-        return plan
+        return plan, parameters
 
     def all(self) -> list[OptimizerStep]:
         """Return the steps, each once."""
@@ -332,7 +345,7 @@ class Steps(dict[Any, Any]):
 
     def close(self, captured: bool) -> None:
         """End an update: each step becomes READY, or CARRIED if it was unscaled and not stepped."""
-        self.unfinished = False
+        self.unfinished, self.new_state = False, dict  # as torch's update leaves a mapping of its own
         for key, step in [*self.items()]:
             if type(step) is not OptimizerStep or step.owner() is None:
                 del self[key]  # other code has put it here, or its optimizer is freed
@@ -376,14 +389,16 @@ class Steps(dict[Any, Any]):
     def replaced_by(self, states: Mapping[Any, Any]) -> Steps:
         """Return the registry for assigned `states`: `states` itself if it is one; this one stays as it is.
 
-        In a new one every step is READY, except where `states` holds torch's dict for an optimizer.
+        In a new one every step is READY, except where `states` holds torch's dict for an optimizer; those that it makes
+        later are as its `default_factory` makes them.
         """
         if isinstance(states, Steps) and states.counters is self.counters:
             return states
         steps = Steps(self.counters, self.requested)
         steps.exposed, steps.replayed, steps.measures = self.exposed, self.replayed, self.measures
+        steps.new_state = getattr(states, "default_factory", None) or dict
         for before in self.all():
-            step, owner = OptimizerStep(), before.owner()
+            step, owner = steps._new_step(), before.owner()
             step.plan, step.outcome, step.window = before.plan, before.outcome, before.window
             step.steps_taken = before.steps_taken
             for handle in before.handles.values():
@@ -405,6 +420,7 @@ class Steps(dict[Any, Any]):
             owner = step.owner()
             if given is None or (owner is not None and any(id(each) in given for each in parameters_of(owner))):
                 step.reset()
+                step.update(self.new_state())
 
     def outcome(self, optimizer: Any) -> bool | Phase | Tensor | None:
         """Return whether the last step was skipped, or a copy of its flag on the device; None if unknown."""
@@ -422,7 +438,7 @@ class Steps(dict[Any, Any]):
         if type(found) is OptimizerStep and (found.owner is _nobody or found.owner() is inner):
             step = found
         else:
-            step = OptimizerStep()
+            step = self._new_step()
             was_another = type(found) is OptimizerStep and (found.owner() is None or id(inner) in found.handles)
             if found is not None and not was_another:  # else the id is that of a freed one
                 step.update(found)  # a plain dict, or another optimizer's state that a framework has moved here

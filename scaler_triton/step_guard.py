@@ -143,7 +143,6 @@ class StepGuard(GradScaler):
             if fields:
                 state_dict[KEY] = {**fields, "min_scale": 1.0, "max_scale": 1.0, "hysteresis": 1}
         super().load_state_dict(state_dict)
-        ours.steps.reset()  # what was checked or stepped before does not count in the loaded run
         assert ours.guard is not None
         ours.guard.restore(windows)
 

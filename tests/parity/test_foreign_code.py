@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -233,6 +234,92 @@ def steps_whose_flags_are_of_ones_own(run: Run, variant: str) -> None:
         scaler.update()
         run.look(scaler, parameters)
         optimizer.zero_grad()
+
+
+class Stage(Enum):
+    """A copy of torch's, of which a library compares its own members."""
+
+    READY = 0
+    UNSCALED = 1
+    STEPPED = 2
+
+
+@row("its own methods", "torch's step")
+def states_of_a_librarys_own(run: Run, variant: str) -> None:
+    """Its mapping makes them, with a field of its own; `update` assigns the next mapping."""
+
+    def new_state() -> dict[str, Any]:
+        return {"stage": Stage.READY, "found_inf_per_device": {}, "calls": 0}
+
+    class Own(run.base):  # type: ignore[misc, name-defined]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._per_optimizer_states = defaultdict(new_state)
+
+        def unscale_(self, optimizer: Any) -> None:
+            state = self._per_optimizer_states[id(optimizer)]
+            if state["stage"] is not Stage.READY:
+                raise RuntimeError(f"unscale_ at {state['stage']}")
+            inverse, found_inf = self._scale.double().reciprocal().float(), torch.zeros_like(self._scale)
+            state["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, found_inf, False)
+            state["stage"], state["calls"] = Stage.UNSCALED, state["calls"] + 1
+
+        def update(self, new_scale: Any = None) -> None:
+            scale, tracker = self._check_scale_growth_tracker("update")
+            states = self._per_optimizer_states.values()
+            found_inf = sum(flag for state in states for flag in state["found_inf_per_device"].values())
+            torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, 2)
+            self._per_optimizer_states = defaultdict(new_state)
+
+    def step(self: Any, optimizer: Any, *args: Any) -> Any:
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is Stage.READY:
+            self.unscale_(optimizer)
+        result = self._maybe_opt_step(optimizer, state, *args)
+        state["stage"] = Stage.STEPPED
+        return result
+
+    if variant == "its own methods":
+        Own.step = step
+    parameters = run.parameters()
+    optimizer, scaler = sgd(parameters), run.scaler(Own)
+    for number, bad in enumerate(BAD_STEPS):
+        scaler.scale(loss(parameters, bad)).backward()
+        if number % 2 or variant == "torch's step":  # which does not know READY when it sees it
+            scaler.unscale_(optimizer)
+            run.error(lambda: scaler.unscale_(optimizer))
+        run.note(scaler._per_optimizer_states[id(optimizer)]["calls"])
+        run.finish(scaler, optimizer)
+    run.error(lambda: run.base.step(scaler, optimizer))  # without a check
+
+
+@row("in unscale_", "by hand", "by hand, fused", "by hand, then a look")
+def a_stage_that_torch_does_not_have(run: Run, variant: str) -> None:
+    """What it stands for only its writer knows: torch's `step` does not unscale."""
+
+    class Halved(run.base):  # type: ignore[misc, name-defined]
+        def unscale_(self, optimizer: Any) -> None:
+            super().unscale_(optimizer)
+            self._per_optimizer_states[id(optimizer)]["stage"] = "halved"
+
+    parameters = run.parameters()
+    optimizer, scaler = torch.optim.SGD(parameters, lr=0.125, fused="fused" in variant), run.scaler(Halved)
+    for bad in BAD_STEPS:
+        scaler.scale(loss(parameters, bad)).backward()
+        if variant == "in unscale_":
+            scaler.unscale_(optimizer)
+        else:
+            state = scaler._per_optimizer_states[id(optimizer)]
+            for parameter in parameters:
+                parameter.grad /= scaler.get_scale()
+            if "look" in variant:
+                state["stage"] = "halved"
+                scaler._check_inf_per_device(optimizer)
+            else:
+                flag = torch.stack([p.grad.isfinite().all() for p in parameters]).all().logical_not().float()
+                state.update(stage="halved", found_inf_per_device={flag.device: flag})
+        run.finish(scaler, optimizer)
+        run.note(*scaler._per_optimizer_states[id(optimizer)].keys())
 
 
 @row(0.0, 1.0)

@@ -12,10 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import EXTRAS, PLACES, Place, sgd, started, trained, update, values
+from helpers import EXTRAS, PLACES, Place, params_of, sgd, started, trained, update, values
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, check, step
+from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, StepGuard, check, step
 from scaler_triton.integrations.unscaled import unscale_once
 from scaler_triton.policy import NO_LIMITS, Limits
 
@@ -97,6 +97,79 @@ def test_a_state_of_a_callers_own_making_decides_as_with_torch(flag: float) -> N
     optimizer = sgd([torch.ones(1)])
     GradScaler("cpu")._maybe_opt_step(optimizer, {"found_inf_per_device": {"cpu": torch.tensor(flag)}})
     assert values(optimizer) == [0.0 if flag else -0.5]
+
+
+@pytest.mark.parametrize("by", ["step", "unscale_", "clip"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [GradScaler, StepGuard])
+@PLACES
+def test_an_optimizers_hooks_may_ask_whether_their_step_is_skipped(
+    place: Place, kind: Any, fused: bool, by: str
+) -> None:
+    """A fused one's run although its kernels skip; a plain one's do not."""
+    optimizer, seen = sgd([torch.ones(2)], place.device, fused=fused), []
+    scaler = kind(place.device, backend=place.backend)
+    scaler.scale(torch.ones((), device=place.device))
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        register(lambda *_: seen.append(scaler.was_skipped(optimizer)))
+    for number in (1.0, math.inf, 2.0):
+        params_of(optimizer)[0].grad = torch.full((2,), number, device=place.device)
+        if by != "step":
+            scaler.unscale_(optimizer) if by == "unscale_" else scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert seen == [False, False, *([True, True] if fused else []), False, False]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_after_a_step_that_raised_nothing_was_stepped(fused: bool) -> None:
+    optimizer, scaler = sgd([torch.ones(2)], fused=fused), started(GradScaler, "cpu")
+    optimizer.register_step_post_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    with pytest.raises(ValueError, match="was not stepped yet"):
+        scaler.was_skipped(optimizer)
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("done", ["unscale_", "clip", "look", "step", "failed", "carried"])
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler, StepGuard])
+def test_a_loaded_checkpoint_begins_every_step_anew(kind: Any, bad: bool, done: str) -> None:
+    """A rollback in the middle of a step: what was divided or found bad before it does not count after it."""
+    ended = []
+    for rolls_back in (False, True):
+        optimizer, other = sgd([torch.ones(2)]), sgd([torch.ones(2)])
+        scaler = kind("cpu") if kind is StepGuard else kind("cpu", init_scale=1024.0)
+        scaler.scale(torch.ones(()))
+        state = scaler.state_dict()
+        if rolls_back:
+            params_of(optimizer)[0].grad = torch.full((2,), math.inf if bad else 1024.0)
+            if done == "failed":
+                with mock.patch.object(check.passes, "check", side_effect=MemoryError), pytest.raises(MemoryError):
+                    scaler.unscale_(optimizer)
+            elif done in ("unscale_", "carried"):
+                scaler.unscale_(optimizer)
+            elif done == "clip":
+                scaler.clip_grad_norm_(optimizer, 0.5)
+            elif done == "look":
+                scaler._check_inf_per_device(optimizer)
+            else:
+                scaler.step(optimizer)
+            if done == "carried":
+                scaler.step(other)
+                scaler.update()
+            with torch.no_grad():
+                params_of(optimizer)[0].zero_()
+            scaler.load_state_dict(state)
+        params_of(optimizer)[0].grad = scaler.scale(torch.ones(2))
+        scaler.step(optimizer)
+        scaler.update()
+        ended.append(
+            (values(optimizer), scaler.get_scale(), scaler.was_skipped(optimizer), scaler._get_growth_tracker())
+        )
+    assert ended[0] == ended[1]
+    assert ended[0][2] is False
 
 
 def test_the_first_loss_may_be_scaled_in_a_transform() -> None:

@@ -153,7 +153,7 @@ def check(grads: Sequence[Tensor | None], place: Place, divide: bool = True, sca
     plan.marks = Marks(plan, Counters())
     home = torch.zeros(STATUS, device=place.device)
     given = number(scale, place) if isinstance(scale, float) else scale.to(place.device)
-    return plan, params, passes.check(plan, plan.collect(), given, Flag(home), divide=divide)[0]
+    return plan, params, passes.check(plan, plan.collect(params), given, Flag(home), divide=divide)[0]
 
 
 @PLACES

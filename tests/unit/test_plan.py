@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from operator import is_
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,18 @@ from scaler_triton.step import OptimizerStep, Steps
 from scaler_triton.update import Counters
 
 
-def made(*grads: Tensor | None) -> tuple[GradPlan, list[Any]]:
+class Planned(GradPlan):
+    """A plan with its parameters, which an optimizer would hold."""
+
+    def __init__(self, parameters: Any, requested: str) -> None:
+        self.held = list(parameters)
+        super().__init__(parameters, requested)
+
+
+def made(*grads: Tensor | None) -> tuple[Planned, list[Any]]:
     """Return a plan, and its parameters with these gradients."""
     params = parameters(grads, "cpu")
-    return GradPlan(params, "torch"), params
+    return Planned(params, "torch"), params
 
 
 def found(batches: list[Batch]) -> list[Any]:
@@ -44,17 +53,17 @@ def found(batches: list[Batch]) -> list[Any]:
     )
 
 
-def outcome(of: GradPlan) -> Any:
+def outcome(of: Planned) -> Any:
     """Return what a plan collects, or why it does not."""
     try:
-        return found(of.collect())
+        return found(of.collect(of.held))
     except RuntimeError as error:
         return str(error)
 
 
-def collected(of: GradPlan) -> list[int]:
+def collected(of: Planned) -> list[int]:
     """Return the addresses of the gradients that a plan collects, in order."""
-    return sorted(tensor.data_ptr() for batch in of.collect() for tensor in batch.present)
+    return sorted(tensor.data_ptr() for batch in of.collect(of.held) for tensor in batch.present)
 
 
 def addresses(params: list[Any]) -> list[int]:
@@ -109,7 +118,7 @@ def test_a_new_form_is_noticed_whatever_was_known(
         planned, params = made(*[torch.ones(2)] * place, torch.ones(4, 4), *[torch.ones(2)] * (count - place - 1))
         for form in (*[before] * steps, after, before, after, after, before):
             give(params[place], FORMS[form]())
-            assert outcome(planned) == outcome(GradPlan(params, "torch"))
+            assert outcome(planned) == outcome(Planned(params, "torch"))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -119,7 +128,7 @@ def test_forms_and_absences_that_change_together(seed: int, guards: bool) -> Non
     for _ in range(60):
         for parameter in params:
             give(parameter, FORMS[choose.choice(["dense", "transposed", "gaps", "wider", "missing"])]())
-        assert outcome(planned) == outcome(GradPlan(params, "torch"))
+        assert outcome(planned) == outcome(Planned(params, "torch"))
 
 
 def test_a_gradient_that_was_missing_when_another_changed_has_its_backend() -> None:
@@ -127,7 +136,9 @@ def test_a_gradient_that_was_missing_when_another_changed_has_its_backend() -> N
     for forms in (("gaps", "gaps"), ("dense", "missing"), ("dense", "gaps")):
         for parameter, form in zip(params, forms, strict=True):
             give(parameter, FORMS[form]())
-        assert {batch.layout.backend for batch in planned.collect()} == {"torch"}  # else a kernel would write the gaps
+        assert {batch.layout.backend for batch in planned.collect(planned.held)} == {
+            "torch"
+        }  # kernels would write gaps
 
 
 def test_gradients_that_come_and_go_rebuild_nothing() -> None:
@@ -171,9 +182,9 @@ def test_a_steady_step_makes_few_calls_however_many_gradients_there_are(grads: l
     for times in (100, 300):
         planned, _ = made(*grads * times)
         for _ in range(3):
-            planned.collect()
-        counts.append(events(planned.collect))
-        batches = planned.collect()
+            planned.collect(planned.held)
+        counts.append(events(partial(planned.collect, planned.held)))
+        batches = planned.collect(planned.held)
         assert [batch.present is batch.tensors for batch in batches] == [None not in grads] * len(planned.layouts)
     assert counts[0] == counts[1] <= most
 
@@ -181,7 +192,7 @@ def test_a_steady_step_makes_few_calls_however_many_gradients_there_are(grads: l
 def test_nothing_keeps_a_gradient_alive() -> None:
     planned, params = made(torch.ones(4), torch.ones(9)[::2], torch.ones(3).double(), torch.eye(4).to_sparse())
     for _ in range(3):
-        planned.collect()
+        planned.collect(planned.held)
     references = [weakref.ref(parameter.grad) for parameter in params]
     for parameter in params:
         parameter.grad = None
@@ -192,7 +203,7 @@ def test_nothing_keeps_a_gradient_alive() -> None:
 def test_frozen_and_lazy_parameters_have_no_slot_until_they_have_a_gradient() -> None:
     params: list[Any] = [*parameters([None, None], "cpu"), torch.nn.UninitializedParameter()]
     params[1].requires_grad_(False)
-    planned = GradPlan(params, "torch")
+    planned = Planned(params, "torch")
     assert [layout.numels for layout in planned.layouts] == [[3]]
     params[2].materialize((3,))
     for parameter in params[1:]:
@@ -206,10 +217,10 @@ def test_a_sparse_fp16_gradient_with_duplicates_is_replaced_by_its_sum_once_all_
     params[2].grad = torch.ones(1).expand(4)
     before = [parameter.grad for parameter in params]
     with pytest.raises(RuntimeError, match="more than one element"):
-        planned.collect()
+        planned.collect(planned.held)
     assert [parameter.grad is grad for parameter, grad in zip(params, before, strict=True)] == [True, True, True]
     params[2].grad = None
-    batches = planned.collect()
+    batches = planned.collect(planned.held)
     assert [parameter.grad is grad for parameter, grad in zip(params, before, strict=True)] == [True, False, False]
     assert [tensor.tolist() for batch in batches for tensor in batch.present] == [[3.0], [3.0]]
 
@@ -221,32 +232,32 @@ def test_fp16_is_refused_however_well_it_is_known_and_before_other_errors(steps:
     if missing:
         params[2].grad = None
     for _ in range(steps):
-        planned.collect()
+        planned.collect(planned.held)
     params[1].grad = torch.ones(1).expand(3)
     for _ in range(2):  # then with a legal neighbour
         with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\.$"):
-            planned.collect(allow_fp16=False)
+            planned.collect(planned.held, allow_fp16=False)
         params[1].grad = torch.ones(3)
     params[0].grad = None
-    assert len(planned.collect(allow_fp16=False)) == 1
+    assert len(planned.collect(planned.held, allow_fp16=False)) == 1
 
 
 def test_a_parameter_that_is_no_tensor_is_refused_in_torchs_words() -> None:
     with pytest.raises(AssertionError, match=r"^expected param to be torch.Tensor, got int$"):
-        GradPlan([*parameters([None], "cpu"), 3], "torch")  # type: ignore[list-item]
+        Planned([*parameters([None], "cpu"), 3], "torch")  # type: ignore[list-item]
 
 
 def test_flags_are_needed_on_devices_that_can_be_read() -> None:
     nowhere = torch.nn.Parameter(torch.ones(3, device="meta"))
-    assert GradPlan([nowhere, *parameters([None], "cpu")], "torch").devices == [torch.device("cpu")]
-    assert GradPlan([], "torch").devices == GradPlan([], "torch").collect() == []
+    assert Planned([nowhere, *parameters([None], "cpu")], "torch").devices == [torch.device("cpu")]
+    assert Planned([], "torch").devices == Planned([], "torch").collect([]) == []
 
 
 def keeps(planned: GradPlan, held: list[Any]) -> bool:
     """Return whether a step goes on with its plan once its optimizer holds these parameters."""
     step = OptimizerStep()
     step.plan = planned
-    return Steps(Counters(), "torch").plan(step, SimpleNamespace(param_groups=[{"params": held}])) is planned
+    return Steps(Counters(), "torch").plan(step, SimpleNamespace(param_groups=[{"params": held}]))[0] is planned
 
 
 def test_a_plan_is_for_the_parameters_it_was_made_for() -> None:
@@ -284,15 +295,15 @@ def test_a_dtensors_shard_is_collected_in_every_step(private: bool, monkeypatch:
         monkeypatch.setattr(plan, "_spec_of", lambda grad: grad.no_such_name)
         monkeypatch.setattr(plan, "_NO_OVERRIDE", None)
     parameter = torch.nn.Parameter(placed(torch.zeros(3), Shard(0)))
-    planned = GradPlan([parameter], "torch")
+    planned = Planned([parameter], "torch")
     assert planned.is_distributed
     for _ in range(4):
         parameter.grad = placed(torch.ones(3), Shard(0))
-        (batch,) = planned.collect()
+        (batch,) = planned.collect(planned.held)
         assert type(batch.present[0]) is Tensor
         assert batch.present[0].data_ptr() == parameter.grad.to_local().data_ptr()
     parameter.grad = None
-    assert planned.collect() == []
+    assert planned.collect(planned.held) == []
 
 
 @pytest.mark.usefixtures("two_ranks")
@@ -304,7 +315,7 @@ def test_a_type_beside_dtensors_is_asked_for_its_override_if_it_has_one(override
             return own if function == Tensor.grad.__get__ else super().__torch_function__(function, *rest)
 
     own, other = torch.ones(3), torch.ones(3).as_subclass(Asked if overrides else Tensor)  # type: ignore[arg-type]
-    planned = GradPlan([torch.nn.Parameter(placed(torch.zeros(3), Shard(0))), other], "torch")
+    planned = Planned([torch.nn.Parameter(placed(torch.zeros(3), Shard(0))), other], "torch")
     assert planned._reading is (nullcontext if overrides else torch._C.DisableTorchFunctionSubclass)
     assert collected(planned) == [own.data_ptr()] * overrides
 
@@ -314,28 +325,28 @@ def test_a_type_beside_dtensors_is_asked_for_its_override_if_it_has_one(override
 @pytest.mark.usefixtures("two_ranks")
 def test_a_partial_gradient_is_checked_times_its_terms_whatever_came_before(steps: int, beside: list[Tensor]) -> None:
     parameter = torch.nn.Parameter(placed(torch.zeros(3), Replicate()))
-    planned = GradPlan([parameter, *parameters(beside, "cpu")], "torch")
+    planned = Planned([parameter, *parameters(beside, "cpu")], "torch")
     for _ in range(steps):
         parameter.grad = placed(torch.ones(3), Replicate())
-        assert not any(batch.is_partial for batch in planned.collect())
+        assert not any(batch.is_partial for batch in planned.collect(planned.held))
     parameter.grad = partial = placed(torch.ones(3), Partial())
-    batches = planned.collect()
+    batches = planned.collect(planned.held)
     (batch,) = (batch for batch in batches if batch.is_partial)
     assert batch.present[0].tolist() == [2.0] * 3
     assert parameter.grad is partial
     parameter.grad = placed(torch.ones(3), Replicate())
-    assert not any(batch.is_partial for batch in planned.collect())
+    assert not any(batch.is_partial for batch in planned.collect(planned.held))
 
 
 @pytest.mark.usefixtures("two_ranks")
 def test_known_dtensors_are_not_inspected_again_beside_plain_ones_or_where_some_are_missing(monkeypatch: Any) -> None:
     held = [torch.nn.Parameter(each) for each in (*(placed(torch.zeros(3), Shard(0)) for _ in "ab"), torch.zeros(3))]
-    planned = GradPlan(held, "torch")
+    planned = Planned(held, "torch")
 
     def collected(*missing: int) -> list[int]:
         for index, each in enumerate(held):
             each.grad = None if index in missing else torch.ones(3) if index == 2 else placed(torch.ones(3), Shard(0))
-        (batch,) = planned.collect()
+        (batch,) = planned.collect(planned.held)
         wants = [None if each.grad is None else getattr(each.grad, "_local_tensor", each.grad) for each in held]
         assert all(map(is_, batch.tensors, wants))
         return [index for index, each in enumerate(batch.tensors) if each is None]
@@ -357,7 +368,7 @@ def test_a_dtensor_that_is_swapped_for_one_placed_elsewhere_makes_a_new_plan() -
 
     (plain,), moved = parameters([torch.ones(3)], "cpu"), parameter(Shard(0))
     for held in ([moved], [plain, moved]):
-        planned = GradPlan(held, "torch")
+        planned = Planned(held, "torch")
         torch.utils.swap_tensors(moved, parameter(Shard(0)))
         assert keeps(planned, held)
         torch.utils.swap_tensors(moved, parameter(Replicate()))

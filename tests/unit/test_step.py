@@ -1,6 +1,7 @@
 """The phases of an optimizer's step, event by event, and the registry of the steps."""
 
 import copy
+import gc
 import math
 import pickle
 import weakref
@@ -13,10 +14,10 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import Slotted, Wrapper, grads, sgd, started, values
+from helpers import PLACES, Place, Slotted, Wrapper, grads, params_of, sgd, started, values
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from scaler_triton import GradScaler, passes, ranks, torch_ops
+from scaler_triton import GradScaler, StepGuard, passes, ranks, torch_ops
 from scaler_triton.step import Phase, unwrap
 
 CPU = torch.device("cpu")
@@ -738,3 +739,86 @@ def test_the_flag_is_what_stands_in_the_state_whoever_wrote_it(kind: str, write:
     assert values(optimizer) == [0.0]
     scaler.update()
     assert scaler.get_scale() == SCALE / 2
+
+
+# Parameters that are replaced
+
+
+def asked(scaler: Any, optimizer: Any, how: str) -> None:
+    if how == "unscale_":
+        scaler.unscale_(optimizer)
+    elif how == "clip":
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    elif how == "measure":
+        scaler.step(optimizer)
+        scaler.headroom()
+    scaler.step(optimizer) if how != "measure" else None
+    scaler.update()
+
+
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip", "measure", "load", "new scale"])
+@pytest.mark.parametrize("kind", [GradScaler, StepGuard, "spikes"])
+@PLACES
+def test_a_replaced_parameter_is_freed_at_once_with_its_gradient(place: Place, kind: Any, how: str) -> None:
+    options: dict[str, Any] = {"backend": place.backend}
+    if kind is GradScaler:
+        scaler = GradScaler(place.device, measure=how == "measure", **options)
+    else:
+        scaler = StepGuard(place.device, spike_sigma=6.0 if kind == "spikes" else None, **options)
+    if kind is not GradScaler and how in ("measure", "new scale"):
+        pytest.skip("a guard neither measures nor scales")
+    scaler.scale(torch.ones((), device=place.device))
+    optimizer = sgd([torch.ones(4), torch.ones(3)], place.device)
+    gc.disable()  # what only a collection would free is not freed at once
+    try:
+        for _ in range(3):
+            asked(scaler, optimizer, how)
+        if how == "load":
+            scaler.load_state_dict(scaler.state_dict())
+        elif how == "new scale":
+            scaler.update(2.0)
+        group = optimizer.param_groups[0]
+        freed = [weakref.ref(group["params"][0]), weakref.ref(group["params"][0].grad)]
+        group["params"] = [torch.nn.Parameter(torch.zeros(5, device=place.device)), group["params"][1]]
+        assert [reference() for reference in freed] == [None, None]
+        group["params"][0].grad = torch.ones(5, device=place.device)
+        asked(scaler, optimizer, how)
+        assert not scaler.was_skipped(optimizer)
+        assert group["params"][0].abs().min() > 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", [GradScaler, StepGuard])
+def test_memory_does_not_grow_where_parameters_are_replaced_again_and_again(kind: Any) -> None:
+    """As where a scene gets more splats, or a stage of training another head."""
+    scaler, optimizer, made = kind("cpu"), sgd([torch.ones(8)]), []
+    scaler.scale(torch.ones(()))
+    gc.disable()
+    try:
+        for stage in range(50):
+            parameter = torch.nn.Parameter(torch.zeros(8 + stage % 7))
+            parameter.grad = torch.ones_like(parameter)
+            made += [weakref.ref(parameter), weakref.ref(parameter.grad)]
+            optimizer.param_groups[0]["params"] = [parameter]
+            del parameter
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert sum(reference() is not None for reference in made) == 2
+    finally:
+        gc.enable()
+    assert len(scaler._ours.steps) == 1
+
+
+def test_parameters_with_a_plan_can_be_swapped() -> None:
+    """torch swaps no tensor that has a weak reference."""
+    scaler, optimizer = started(GradScaler, "cpu", init_scale=2.0), sgd([torch.ones(3)])
+    scaler.step(optimizer)
+    scaler.update()
+    parameter = params_of(optimizer)[0]
+    parameter.grad = None
+    torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.zeros(2, dtype=torch.float64)))
+    parameter.grad = torch.full((2,), 6.0, dtype=torch.float64)
+    scaler.step(optimizer)
+    assert parameter.tolist() == [-1.5, -1.5]

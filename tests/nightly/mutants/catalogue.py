@@ -44,11 +44,11 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("not (is_left_out or step.began)", "not is_left_out", _GUARD_RANKS),
         ("in (UNSCALED, FAILED) and not step.began\n", "in ()\n", _GUARD),
         ("            step._enter(CARRIED)\n", "            step._enter(UNSCALED)\n"),
-        ("            or not all(map(is_, parameters, plan.parameters))\n", "", "unit/plan"),
+        ("            or list(map(id, parameters)) != plan.ids\n", "", "unit/plan"),
         (" and owner is unwrap(optimizer):", ":"),
     ],
     "scaler_triton/check.py": [
-        ("batches = plan.collect(allow_fp16=ours.allow_fp16 or not divide)", "batches = plan.collect(allow_fp16=True)"),
+        ("collect(parameters, allow_fp16=ours.allow_fp16 or not divide)", "collect(parameters, allow_fp16=True)"),
         ("        if not only_here:\n            flag.add(flags.values())\n", ""),
         ("or step[\"found_inf_per_device\"]:\n        flag =", "or False:\n        flag ="),
         ("        if told is not None:\n            by_norm = s", "        if False:\n            by_norm = s"),
