@@ -159,6 +159,34 @@ class Slotted:
         return self.optimizer.step()
 
 
+class Container(torch.optim.Optimizer):
+    """As torchtitan's: optimizers that step together, hooks that run in its own step, and one group of its own."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self.optimizers: list[Any] = []
+        super().__init__([each for optimizer in optimizers for each in params_of(optimizer)], {})
+        self.optimizers += optimizers
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.optimizers)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+class Chained(Container):
+    """The same, whose groups are those of its optimizers, in a list that is made anew each time."""
+
+    @property
+    def param_groups(self) -> Any:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        pass
+
+
 WAYS = ("step", "unscale_", "clip")
 
 

@@ -1,4 +1,4 @@
-"""A loop as torchtitan has it: parts of a model on meshes of their own, an optimizer each, clipped by one norm.
+"""A loop as torchtitan has it: parts of a model on meshes of their own, and their optimizers in a container with hooks.
 
 torchrun --standalone --nproc-per-node 2 docs/recipes/torchtitan_style.py
 """
@@ -8,6 +8,23 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from scaler_triton import StepGuard
+
+
+class Optimizers(torch.optim.Optimizer):
+    """An optimizer for each part of a model, which step together; hooks of the whole run in its own `step`."""
+
+    def __init__(self, parts: list[torch.nn.Module]) -> None:
+        self.optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3, fused=True) for part in parts]
+        super().__init__([each for part in parts for each in part.parameters()], {})
+
+    def step(self, closure: None = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
 
 kind = "cuda" if torch.cuda.is_available() else "cpu"
 dist.init_process_group("nccl" if kind == "cuda" else "gloo")
@@ -19,14 +36,23 @@ dense, experts = torch.nn.Linear(16, 64).to(device), torch.nn.Linear(64, 1).to(d
 fully_shard(dense, mesh=dist.init_device_mesh(kind, (ranks,), mesh_dim_names=("dp",)))
 fully_shard(experts, mesh=dist.init_device_mesh(kind, (ranks,), mesh_dim_names=("ep",)))
 model = torch.nn.Sequential(dense, torch.nn.GELU(), experts)
-optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3, fused=True) for part in (dense, experts)]
-schedulers = [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20) for optimizer in optimizers]
+optimizers = Optimizers([dense, experts])
+lr_schedulers = [torch.optim.lr_scheduler.LinearLR(each, total_iters=20) for each in optimizers.optimizers]
 guard = StepGuard(kind, spike_sigma=6.0, window=16)
+
+tokens, balanced = torch.zeros(1, device=device), []  # what the experts have seen since they were last balanced
+
+
+def balance_experts(*_: object) -> None:
+    balanced.append(tokens.item())
+    tokens.zero_()
+
+
+optimizers.register_step_pre_hook(balance_experts)  # as torchtitan's balancing of experts
 
 torch.manual_seed(1 + rank)
 for step in range(40):
-    for optimizer in optimizers:
-        optimizer.zero_grad()
+    optimizers.zero_grad()
     for _ in range(2):
         batch = torch.randn(16, 16, device=device)
         if rank == ranks - 1:  # one rank's batch is bad; all skip
@@ -34,16 +60,18 @@ for step in range(40):
         with torch.autocast(kind, dtype=torch.bfloat16):
             loss = (model(batch) - batch.sum(1, keepdim=True)).float().square().mean() / 2
         loss.backward()
-    norm = guard.clip_grad_norm_(optimizers, 1.0)  # over all meshes, in one reduction; nobody asks isfinite(norm)
-    for optimizer in optimizers:
-        guard.step(optimizer)
+        tokens += len(batch)
+    norm = guard.clip_grad_norm_(optimizers, 1.0)  # over all meshes, in one reduction
+    guard.step(optimizers)  # the container's own step, with its hooks, or nothing
     guard.update()
-    if not guard.was_skipped(optimizers[0]):  # both were, or none
-        for scheduler in schedulers:
+    if not guard.was_skipped(optimizers):
+        for scheduler in lr_schedulers:
             scheduler.step()
     else:
         report = guard.overflow_report(model, gather=True)
         if rank == 0:
             print(f"step {step}: norm {norm.item():.3g}; {report}")
+if rank == 0:
+    print(f"balanced {len(balanced)} times, {sum(balanced):.0f} tokens in all")
 dist.barrier()  # no thread of a backend is to work on into the end of the interpreter
 dist.destroy_process_group()

@@ -4,15 +4,16 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import sgd, started
+from helpers import Container, sgd, started
 from torch import Tensor, nn
 
 import scaler_triton
-from scaler_triton import GradScaler, unpatch_torch
+from scaler_triton import GradScaler, StepGuard, unpatch_torch
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
@@ -82,3 +83,20 @@ def test_a_pages_blocks_run(page: str, capsys: Any) -> None:
 def test_every_public_name_is_on_the_page_of_the_api() -> None:
     named = re.findall(r"^\.\. auto\w+:: (\S+)$", (ROOT / "docs/api.rst").read_text(), re.MULTILINE)
     assert {*scaler_triton.__all__} - {"__version__", "ops"} <= {*named}
+
+
+def test_the_lines_for_torchtitans_container_run_its_hooks_and_step_or_neither() -> None:
+    page = re.search(r"^## torchtitan.*?^```diff\n(.*?)^```$", TEXTS["docs/loops.md"], re.MULTILINE | re.DOTALL)
+    assert page is not None
+    lines = "\n".join(re.findall(r"^\+(.*)$", page[1], re.MULTILINE))
+    parts, calls = [sgd([torch.zeros(1)]) for _ in range(2)], []
+    optimizers = Container(parts)
+    optimizers.register_step_pre_hook(lambda *_: calls.append("balanced"))
+    schedulers = SimpleNamespace(step=lambda: calls.append("next"))
+    names = {"guard": StepGuard("cpu"), "optimizers": optimizers, "max_norm": 1.0, "lr_schedulers": schedulers}
+    for gradients in ([3.0, 4.0], [torch.nan, 1.0], [0.0, torch.inf], [0.6, 0.0]):
+        for part, number in zip(parts, gradients, strict=True):
+            part.param_groups[0]["params"][0].grad = torch.tensor([number])
+        exec(lines, names)
+    assert calls == ["balanced", "next"] * 2
+    assert [part.param_groups[0]["params"][0].item() for part in parts] == pytest.approx([-0.6, -0.4])

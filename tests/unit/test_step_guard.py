@@ -6,7 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DTYPES, PLACES, WAYS, Place, assert_all_same, grads, sgd, take_step, values
+from helpers import (
+    DTYPES,
+    PLACES,
+    WAYS,
+    Chained,
+    Container,
+    Place,
+    assert_all_same,
+    grads,
+    sgd,
+    started,
+    take_step,
+    values,
+)
 from torch import Tensor
 
 from scaler_triton import GradScaler, ScalerStats, SkipStreakError, StepGuard
@@ -31,6 +44,12 @@ def give(optimizer: torch.optim.Optimizer, *numbers: float) -> None:
     for parameter, number in zip(parameters, numbers, strict=True):
         parameter.grad = torch.ones_like(parameter)
         parameter.grad.view(-1)[-1] = number
+
+
+def everything(optimizers: Sequence[Any]) -> list[Tensor]:
+    """Return all parameters and the tensors of the optimizers' states."""
+    held = [(each.state[p], p) for each in optimizers for p in each.param_groups[0]["params"]]
+    return [tensor for state, parameter in held for tensor in (parameter, *state.values())]
 
 
 def skipped(
@@ -92,6 +111,34 @@ def test_a_skipped_step_is_as_if_the_batch_had_not_been(
         held = [each.param_groups[0]["params"][0] for each in both]
         assert_all_same(*([p, *each.state[p].values()] for each, p in zip(both, held, strict=True)))
     assert guard.stats() == ScalerStats(updates=10, skipped=4, consecutive_skips=0, last_skip=9, spikes=1)
+
+
+@PLACES
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [Container, Chained])
+@pytest.mark.parametrize("cls", [StepGuard, GradScaler])
+def test_a_container_steps_with_its_own_hooks_or_not_at_all(
+    place: Place, cls: Any, kind: type[Container], fused: bool, how: str
+) -> None:
+    """It is a plain optimizer to them, even of fused ones."""
+    scaler = started(cls, place.device, backend=place.backend)
+    both = [kind([adamw(torch.float32, place, fused) for _ in range(2)]) for _ in range(2)]
+    calls: list[int] = []
+    both[0].register_step_pre_hook(lambda *_: calls.append(step))
+    for step in range(4):
+        for container in both:
+            for optimizer in container.optimizers:
+                give(optimizer, NAN if step == 1 and optimizer is container.optimizers[1] else 0.0)
+                optimizer.param_groups[0]["params"][0].grad *= 0.125 * scaler.get_scale()  # a norm of 0.25 * sqrt(2)
+        take_step(scaler, both[0], how)
+        assert scaler.was_skipped(both[0]) == (step == 1)
+        if step != 1:
+            for optimizer in both[1].optimizers:
+                optimizer.param_groups[0]["params"][0].grad.fill_(0.125)[-1] = 0.0
+            both[1].step()
+        assert_all_same(*(everything(each.optimizers) for each in both))
+    assert calls == [0, 2, 3]
 
 
 # When a step begins
