@@ -109,6 +109,27 @@ def zero_gradients_after_three_overflows_at_the_smallest_scales(run: Run) -> Any
     return [scaler.get_scale(), "nan" if math.isnan(left) else left]
 
 
+@pytest.mark.parametrize("skips", [143, 144])
+def test_4_the_first_good_step_after_skips_in_a_row(skips: int) -> None:
+    """At the default scale of 2^16; after 143 of them both are right."""
+    left = []
+    for cls in (None, torch.amp.GradScaler, GradScaler):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer, scaler = torch.optim.AdamW([parameter]), started(cls or GradScaler, "cpu", enabled=cls is not None)
+        for step in range(skips + 1) if cls else [skips]:
+            optimizer.zero_grad()
+            scaler.scale(parameter.sum() / 2).backward()
+            if step < skips:
+                params_of(optimizer)[0].grad.fill_(math.inf)
+            scaler.step(optimizer)
+            scaler.update()
+        left.append((parameter.tolist(), scaler.get_scale()))
+    (right, _), torchs, ours = left
+    assert right[0] == pytest.approx(1 - 1e-3, abs=1e-4)
+    assert ours == (right, TINY)
+    assert repr(torchs) == repr((right, TINY / 2) if skips < 144 else ([math.nan] * 3, TINY / 4))
+
+
 @differs(5, ours=1024.0, torchs=re.compile("AttributeError: 'int' object has no attribute 'device'"))
 def an_int_as_the_scale(run: Run) -> Any:
     scaler = run.started()
