@@ -30,9 +30,9 @@ NO_NUMBERS = (
     "A rank is recognised by the word rank in a file's name; if its number stands elsewhere, mark it with {rank}, "
     "as in --pattern 'model-{rank}-of-4.pt'."
 )
-ONE_COPY = (
-    "The .distcp files are of torch.distributed.checkpoint, which keeps one copy of what all ranks hold alike: "
-    "a split does not show there."
+ONE_VALUE = (
+    "The .distcp files are of torch.distributed.checkpoint, which keeps one value of each number that all ranks hold, "
+    "perhaps the scale of one rank and the tracker of another: a split does not show there."
 )
 
 Files = dict[str, dict[int, Path]]  # by name with * for the rank, then by rank
@@ -156,7 +156,7 @@ def _simply_named(states: Sequence[RankState]) -> list[RankState]:
 
 def _why_no_files(folder: Path, pattern: str) -> str:
     if any(folder.rglob("*.distcp")):
-        return ONE_COPY
+        return ONE_VALUE
     kinds = ", ".join(SUFFIXES)
     if pattern == PATTERN and any(path.name.endswith(SUFFIXES) for path in folder.rglob("*")):
         return NO_NUMBERS

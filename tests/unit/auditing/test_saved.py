@@ -120,7 +120,7 @@ def test_numbers_that_are_not_ranks_raise_no_alarm(tmp_path: Path, says: Says, n
 
 def test_files_that_say_nothing_and_missing_ranks(tmp_path: Path, says: Says) -> None:
     save(tmp_path, {f"step-8/__{rank}_0.distcp": scaler_state(2.0**rank) for rank in range(2)})
-    says(2, "keeps one copy of what all ranks hold alike")
+    says(2, "one value of each number", "perhaps the scale of one rank and the tracker of another")
     save(tmp_path, {f"rng_rank{rank}.pt": {"rng": torch.get_rng_state()} for rank in range(2)})
     save(tmp_path, {f"tensor_rank{rank}.pt": torch.ones(3) for rank in range(2)})
     says(2, "no states of ranks")
