@@ -59,7 +59,8 @@ def warnings_are_errors() -> Iterator[None]:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.gpu] * CASES[name].on_gpu) for name in CASES])
 def test_torch_is_wrong_as_stated_and_we_are_right(name: str) -> None:
     assert CASES[name].wrong(run_ranks(run_case, name, "ours")) == ""
-    assert CASES[name].wrong(run_ranks(run_case, name, "torch")) == TORCH_IS_WRONG[name]
+    mended = {""} if CASES[name].may_be_mended() else set()
+    assert CASES[name].wrong(run_ranks(run_case, name, "torch")) in {TORCH_IS_WRONG[name], *mended}
 
 
 def test_a_proof_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,27 @@ def test_the_exit_status_says_whether_all_is_as_expected(
     assert capsys.readouterr().out.splitlines()[-1] == last
 
 
+@pytest.mark.parametrize(
+    ("version", "status", "last"),
+    [
+        ("2.15.1+cu132", 1, "UNEXPECTED: bf16-grads: torch is no longer wrong"),
+        ("2.16.0", 0, "MENDED: bf16-grads: this torch is right, too"),
+        ("3.0.0a0+git1234567", 0, "MENDED: bf16-grads: this torch is right, too"),
+    ],
+)
+def test_a_torch_newer_than_those_known_to_be_wrong_may_be_right(
+    version: str, status: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(proofs.torch, "__version__", version)
+    monkeypatch.setattr(proofs.torch.cuda, "is_available", lambda: True)
+    script(monkeypatch, torch=STEPPED, ours=STEPPED)
+    assert prove([CASES["bf16-grads"]]) == status
+    assert capsys.readouterr().out.splitlines()[-1] == last
+    script(monkeypatch, torch=STEPPED, ours=STEPPED._replace(scale=1.0))
+    assert prove([CASES["bf16-grads"]]) == 1
+    assert "\nUNEXPECTED: bf16-grads: scaler_triton is wrong: the scale is 1 instead of 8\n" in capsys.readouterr().out
+
+
 def test_what_needs_a_gpu_is_counted_as_not_run_without_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     script(monkeypatch, torch=STEPPED, ours=SKIPPED)
     monkeypatch.setattr(proofs.torch.cuda, "is_available", lambda: False)
