@@ -42,7 +42,8 @@ def from_megatron(
 
     Returns: plain numbers; counters of `stats()` are 0, `max_consecutive_skips` is None.
 
-    Raises: KeyError for a missing field; TypeError or ValueError naming a wrong one and its value.
+    Raises: KeyError for a missing field; TypeError or ValueError naming a wrong one and its value, an infinite scale
+        among them: a run may have grown it without a ceiling.
     """
     scale, tracker, left = _numbers(state, "scale", "growth_tracker", "hysteresis_tracker")
     limits = NO_LIMITS.changed(min_scale=min_scale, hysteresis=hysteresis)
@@ -50,7 +51,7 @@ def from_megatron(
     if left > limits.hysteresis:
         raise ValueError(f"hysteresis_tracker must be at most hysteresis={limits.hysteresis}, got {left}")
     return {
-        "scale": policy.check_number("scale", scale),
+        "scale": _check_scale(scale, "scale"),
         "growth_factor": policy.check_number("growth_factor", growth_factor),
         "backoff_factor": policy.check_number("backoff_factor", backoff_factor),
         "growth_interval": policy.check_number("growth_interval", growth_interval),
@@ -65,9 +66,9 @@ def from_deepspeed(state: Mapping[str, Any]) -> dict[str, Any]:
         good = cur_iter - last_overflow_iter - 1
         _growth_tracker = (good - 1) % scale_window if good else 0, overflows counted = delayed_shift - cur_hysteresis
 
-    DeepSpeed (ZeRO: since 0.17.1) grows one good step later than its window says, the first time after an overflow;
-    GradScaler does not. FP16_Optimizer backs off at every overflow, whatever its configuration says of hysteresis.
-    See deepspeed/runtime/fp16/loss_scaler.py and fused_optimizer.py.
+    DeepSpeed (ZeRO: since 0.17.1) grows one good step later than its window says, the first time after an overflow and
+    after the start; GradScaler does not. FP16_Optimizer and FP16_UnfusedOptimizer back off at every overflow, whatever
+    their configuration says of hysteresis. See deepspeed/runtime/fp16/loss_scaler.py and (un)fused_optimizer.py.
 
     Args:
         state: `vars()` of the loss scaler that ZeRO saves, or FP16_Optimizer's state dict with the run's
@@ -78,7 +79,7 @@ def from_deepspeed(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises: KeyError for a missing field; TypeError or ValueError naming a wrong one and its value.
     """
     (scale,) = _numbers(state, "cur_scale")
-    scale = policy.check_number("scale", scale, "cur_scale")
+    scale = _check_scale(scale, "cur_scale")
     name = "dynamic"
     if name not in state:  # FP16_Optimizer's
         name, state = "dynamic_loss_scale", {**state, **_NO_HYSTERESIS}
@@ -120,6 +121,14 @@ def _numbers(state: Mapping[str, Any], *names: str) -> list[Any]:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
     return [value.item() if isinstance(value, Tensor) else value for value in values]
+
+
+def _check_scale(value: Any, name: str) -> Any:
+    """Return a scale. Where it has no ceiling a run may have saved one of infinity, which no later step lowers."""
+    try:
+        return policy.check_number("scale", value, name)
+    except ValueError as error:
+        raise ValueError(f"{error}; go on from a finite one, such as 2.0**16, in its place") from None
 
 
 def _extras(limits: Limits, strikes: int) -> dict[str, Any]:

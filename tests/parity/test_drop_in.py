@@ -24,6 +24,14 @@ def test_is_a_torch_scaler_with_torchs_names_and_one_private_name_more(ours: typ
 
 
 @both
+def test_is_no_instance_of_torchs_old_names_as_torchs_new_one_is_not(ours: type, theirs: type) -> None:
+    old = torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler
+    for cls in (theirs, ours):
+        assert isinstance(cls("cpu"), torch.amp.GradScaler)
+        assert not isinstance(cls("cpu"), old)
+
+
+@both
 @pytest.mark.parametrize("enabled", [False, True])
 def test_programs_that_ask_whether_there_is_a_scale_get_torchs_answer(ours: type, theirs: type, enabled: bool) -> None:
     """As `scaler._scale.item() if hasattr(scaler, "_scale") else None`, on a machine without a GPU."""
