@@ -1,7 +1,8 @@
-"""Lightning's Trainer in fp16 with our scaler: a fused optimizer, clipped by norm."""
+"""Lightning's Trainer in fp16 with our scaler: a fused optimizer, clipped by norm; schedule and average wait for it."""
 
 import lightning.pytorch as pl
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from scaler_triton import GradScaler
 from scaler_triton.integrations.lightning import mixed_precision
@@ -13,13 +14,21 @@ class Sums(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+        self.average = AveragedModel(self.net)
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         inputs, targets = batch
         return torch.nn.functional.mse_loss(self.net(inputs).float(), targets)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+    def configure_optimizers(self) -> dict[str, object]:
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2, fused=True)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=80)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def lr_scheduler_step(self, scheduler: torch.optim.lr_scheduler.LRScheduler, metric: object) -> None:
+        if not self.trainer.scaler.was_skipped(self.optimizers()):
+            super().lr_scheduler_step(scheduler, metric)
+            self.average.update_parameters(self.net)
 
 
 pl.seed_everything(0, verbose=False)
@@ -31,7 +40,7 @@ module = Sums()
 trainer = pl.Trainer(
     accelerator=device,
     devices=1,
-    plugins=mixed_precision(pl.Trainer, GradScaler(device), device=device),  # the one line
+    plugins=mixed_precision(pl.Trainer, GradScaler(device, 1024.0), device=device),  # the one line
     gradient_clip_val=1.0,
     max_epochs=10,
     logger=False,
@@ -41,4 +50,6 @@ trainer = pl.Trainer(
 )
 trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=32))
 print(trainer.scaler.stats())
+rate = module.lr_schedulers().get_last_lr()[0]
+print(f"{module.average.n_averaged.item()} of {trainer.global_step} averaged; lr {rate:.6f}")
 print(trainer.scaler.overflow_report(module))

@@ -22,10 +22,11 @@ GUARDED = ["step 20: ", "  NaN  ", "step 30: ", "spike: norm "]
 # recipe and arguments -> the ranks that torchrun starts, 0 for none; the package that it needs; what it says; leaves
 RECIPES: dict[str, tuple[int, str, list[str], set[str]]] = {
     "step.py": (0, "torch", ["step 30 was skipped", "0.weight   Inf"], set()),
+    "wait_for_step.py": (0, "torch", ["40 batches, 37 averaged; lr 0.008150"], set()),
     "with_accelerate.py": (0, "accelerate", ["step 3 was skipped", "updates=64, "], {"checkpoint"}),
     "trainer.py": (0, "transformers", ["ScalerStats(updates=20, "], {"counting"}),
     "qlora_t4.py": (0, "peft", ["ScalerStats(updates=20, skipped=0"], {"adapters"}),
-    "with_lightning.py": (0, "lightning", ["The last skip"], set()),
+    "with_lightning.py": (0, "lightning", ["70 of 80 averaged; lr 0.005625", "The last skip"], set()),
     "with_fabric.py": (0, "lightning", ["The last skip"], set()),
     "verl_style.py": (RANKS, "torch", SKIPS, set()),
     "dinov2_style.py": (RANKS, "torch", ["step 39: backbone "], set()),
@@ -34,6 +35,12 @@ RECIPES: dict[str, tuple[int, str, list[str], set[str]]] = {
     "guard.py": (0, "torch", GUARDED, set()),
     "guard.py ddp": (RANKS, "torch", GUARDED, set()),
     "guard.py fsdp2": (RANKS, "torch", GUARDED, set()),
+    "fp16_spikes.py": (
+        0,
+        "torch",
+        ["step 20, scaler: ", "step 30, guard: ", "spike: norm ", "39 judged, 1 spike"],
+        set(),
+    ),
     "guard_accelerate.py": (0, "accelerate", GUARDED, set()),
     "guard_trainer.py": (0, "transformers", ["  NaN  ", "updates=32, skipped=1"], {"guarded"}),
     "guard_lightning.py": (0, "lightning", GUARDED, set()),

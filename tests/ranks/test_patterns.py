@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from ranks import cases
 from ranks.models import WRAPPERS, Net
@@ -107,8 +108,23 @@ def inputs_that_end_earlier_on_one_rank(run: Run) -> None:
         deque(run.steps(*begun, STEPS - 2 * run.rank), maxlen=0)
 
 
+def a_compression_whose_memory_is_cleared_after_a_skip(run: Run) -> None:
+    """PowerSGD keeps what was not sent, and its last factors, which an overflow leaves NaN for good."""
+    model, scaler, optimizer = run.begin(nn.parallel.DistributedDataParallel(Net()))
+    state = PowerSGDState(None, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook)
+    for step in range(STEPS):
+        scaler.scale(run.loss(model, step)).backward()
+        run.finish(scaler, optimizer)
+        if step in BAD:
+            for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                memory.clear()
+    assert scaler.get_scale() == 4.0  # the last step, which comes after a bad one, was taken
+
+
 BOTH = [flags_that_the_loop_reduces]
 GRAD = [a_scale_from_the_first_rank, inputs_that_end_earlier_on_one_rank]
+GRAD += [a_compression_whose_memory_is_cleared_after_a_skip]
 SHARDED = [a_first_rank_that_looks_and_saves]
 PATTERNS = [*(("grad", each) for each in BOTH + GRAD), *(("sharded", each) for each in BOTH + SHARDED)]
 
