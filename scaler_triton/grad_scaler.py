@@ -479,13 +479,15 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             model: names the parameters: a module, or what its `named_parameters()` returns; only names are read. None:
                 they are numbered.
-            gather: report on all ranks, not only on this one, by an all-gather that each of them must join (two for
-                more than a hundred bad gradients on a rank).
+            gather: report on all ranks, not only on this one. Each of them must call it: when all have come, an
+                all-gather follows (two for more than a hundred bad gradients on a rank).
 
         Returns: a report whose `str` is a table.
 
         Raises: TypeError naming an illegal `model`: with `gather` on this rank only, and the others' reports show it.
-            With `gather`, ValueError naming `process_group` if pickling lost it or this rank is not in it.
+            With `gather`, ValueError naming `process_group` if pickling lost it or this rank is not in it, and
+            TimeoutError if not all ranks come within five minutes, or half of `init_process_group`'s timeout if
+            that is shorter. Training can go on then. A group that torch does not know begins its all-gather at once.
         """
         scale = self._get_scale_async()
         home = scale.device if scale is not None else torch.device(self._device if self._enabled else "cpu")

@@ -5,6 +5,7 @@ It also runs their collectives, and counts how many of them hold the same shard 
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from scaler_triton.dispatch import stacklevel
 from scaler_triton.gradients import dtensor_spec, is_fsdp1, num_shards
+from scaler_triton.meeting import meet
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -280,8 +282,19 @@ def gathering_group(process_group: Any) -> Any:
     return checked_group(process_group) if is_in_a_group(process_group) else None
 
 
-def gather_bytes(data: bytes, group: Any, home: torch.device) -> list[bytes]:
-    """Return the data of every rank, by one all-gather, or two if a rank has over 16 KB; a bare group serves `home`."""
+def gather_bytes(call: str, data: bytes, group: Any, home: torch.device) -> list[bytes]:
+    """Return the data of every rank, by one all-gather, or two if a rank has over 16 KB; a bare group serves `home`.
+
+    It begins when all ranks have come to `call`, by name; a bare group has no store to find that out.
+
+    Raises: TimeoutError on the ranks that came, if not all did.
+    """
+    store = _store_of(group)
+    if store is not None:
+        # Groups that were split from one may share their store's names.
+        members = hashlib.sha256(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
+        store = dist.PrefixStore(f"scaler_triton/{call}/{members}/", store)  # type: ignore[attr-defined]
+        meet(store, dist.get_world_size(group), call)
     if not is_bare(group):
         served = _serving_device(group, torch.device("cpu"))
         # The current device may be another rank's.
@@ -293,6 +306,14 @@ def gather_bytes(data: bytes, group: Any, home: torch.device) -> list[bytes]:
         rests = _all_gather(message[_AT_ONCE:], max(ends) - _AT_ONCE, group, home)
         gathered = [begin + rest for begin, rest in zip(gathered, rests, strict=True)]
     return [each[_LENGTH:end] for each, end in zip(gathered, ends, strict=True)]
+
+
+def _store_of(group: Any) -> Any:
+    """Return the store of a group's ranks, None where it has none or torch does not tell it."""
+    find = getattr(dist.distributed_c10d, "_get_process_group_store", None)
+    if find is None or is_bare(group) or dist.get_backend(group) in ("fake", "mpi"):  # these need no store
+        return None
+    return find(group)
 
 
 def _all_gather(data: bytes, size: int, group: Any, home: torch.device) -> list[bytes]:

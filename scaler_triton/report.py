@@ -11,6 +11,7 @@ import json
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -213,7 +214,7 @@ class OverflowReport:
 def overflow_report(ours: Ours, model: Model, process_group: Any, home: torch.device, gather: bool) -> OverflowReport:
     """Return this rank's report, or with `gather` that of all ranks, all of which must call this.
 
-    A rank whose own report raises joins the all-gather first, and the other ranks' reports contain the error.
+    A rank whose own report raises joins the others first, and their reports contain the error.
     """
     group = ranks.gathering_group(process_group) if gather else None
     rank = ranks.own_rank(process_group)
@@ -221,7 +222,8 @@ def overflow_report(ours: Ours, model: Model, process_group: Any, home: torch.de
         report = _own_report(ours, model, rank)
     except Exception as error:
         if group is not None:
-            _gather(OverflowReport(None, (), False, (f"rank {rank} raised {error_line(error)}",)), group, home)
+            with suppress(TimeoutError):  # this rank came alone
+                _gather(OverflowReport(None, (), False, (f"rank {rank} raised {error_line(error)}",)), group, home)
         raise
     if group is not None:
         report = _gather(report, group, home)
@@ -271,7 +273,7 @@ def _held_by(step: OptimizerStep) -> dict[int, Tensor]:
 def _gather(own: OverflowReport, group: Any, home: torch.device) -> OverflowReport:
     """Return the report with the findings of every rank of `group`, all of which must call this."""
     mine = json.dumps([[asdict(each) for each in own.bad], list(own.not_covered)]).encode()
-    found = [json.loads(data) for data in ranks.gather_bytes(mine, group, home)]
+    found = [json.loads(data) for data in ranks.gather_bytes("overflow_report(gather=True)", mine, group, home)]
     bad = tuple(BadGradient(**each) for rank_bad, _ in found for each in rank_bad)
     return replace(own, bad=bad, not_covered=tuple(sorted({text for _, texts in found for text in texts})))
 

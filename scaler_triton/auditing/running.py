@@ -43,9 +43,9 @@ def audit(
     between them is only noted. Runs that average weights only now and then (local SGD) differ in between by design,
     and so do the steps of an optimizer whose parameters got no gradients on some ranks, such as experts without tokens.
 
-    Every rank of the group must call it, between two steps. It takes one all-gather, two for hundreds of parameters,
-    none for a single rank, and changes no parameter, state, scale or random number. A rank that cannot read what it
-    holds puts the error into its row.
+    Every rank of the group must call it, between two steps. When all have come, it takes one all-gather, two for
+    hundreds of parameters, none for a single rank, and changes no parameter, state, scale or random number. A rank that
+    cannot read what it holds puts the error into its row.
 
     Args:
         optimizer: one, or a list; wrappers that keep theirs as `.optimizer` are understood.
@@ -58,7 +58,8 @@ def audit(
     Returns: the report, the same on all ranks: `.split`, `.ranks`, `.differences`, and `str()`, which is the table.
 
     Raises: ValueError if this rank is not in `process_group`; torch's ValueError if there is a `process_group` but no
-        default one; TypeError if it is not a group.
+        default one; TypeError if it is not a group; TimeoutError if not all ranks come within five minutes, or half of
+        `init_process_group`'s timeout if that is shorter, and training can go on then.
     """
     group: Any = gathering_group(process_group)
     if group is not None and is_bare(group):  # torch does not know its ranks
@@ -73,7 +74,7 @@ def audit(
     if len(ranks) > 1:
         scale = getattr(scaler, "_scale", None)
         home = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
-        states = [RankState.from_json(data) for data in gather_bytes(state.to_json().encode(), group, home)]
+        states = [RankState.from_json(data) for data in gather_bytes("audit", state.to_json().encode(), group, home)]
     report = judge(states)
     if rank == ranks[0]:
         print(report, file=file or sys.stdout, flush=True)

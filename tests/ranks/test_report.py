@@ -1,14 +1,19 @@
 """What is known of a skip on every rank: which parameter on which rank."""
 
 import io
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate
 
 from ranks import cases, models
 from ranks.cases import Fault, give_grads, new_optimizer, new_scaler, plant
-from scaler_triton import audit
+from scaler_triton import audit, meeting
 
 pytestmark = pytest.mark.distributed
 
@@ -72,3 +77,79 @@ def partial_beside_plain(rank: int) -> list[tuple[str, str]]:
 
 def test_a_gradient_that_is_yet_a_sum_is_told_for_itself(two):
     assert two.run(partial_beside_plain) == [[("replicated", "Inf")], []]
+
+
+# A rank that asks alone.
+
+CALLS = ["overflow_report(gather=True)", "audit"]
+
+
+def asked(call: str, scaler: Any, optimizer: torch.optim.Optimizer, group: Any = None) -> str:
+    """Ask for a report of all ranks; its first line, or the error."""
+    if call == "audit":
+        ask = partial(audit, optimizer, scaler, process_group=group, file=io.StringIO())
+    else:
+        ask = partial(scaler.overflow_report, gather=True)
+    answers: list[Any] = []
+    error = cases.said(lambda: answers.append(ask()))
+    return error or str(answers[0]).splitlines()[0]
+
+
+def asking_alone(rank: int, call: str, who: Sequence[int]) -> tuple[list[str], cases.Report]:
+    """Train with a reduction in each step; before all of them ask together at its end, some asked before a step."""
+    scaler, params = new_scaler("sharded"), [cases.plain_param(3)]
+    optimizer = new_optimizer("sgd", params)
+    train = partial(cases.train, rank, scaler, optimizer, cases.giving(scaler, params))
+    train(steps=1)
+    answers = []
+    with mock.patch.object(meeting, "PATIENCE", 2.0):
+        answers += [asked(call, scaler, optimizer) for _ in range(2) if rank in who]
+    report = train([Fault(1, 0)])
+    answers += [asked(call, scaler, optimizer), asked(call, scaler, optimizer)]
+    return answers, report
+
+
+@pytest.mark.parametrize(("call", "who"), [(CALLS[0], [0]), (CALLS[0], [0, 2, 3]), (CALLS[1], [1])])
+def test_who_asks_alone_is_told_so_and_training_goes_on(four, call, who):
+    told = f"TimeoutError: {call} must be called on all 4 ranks of its process group within 2 s, got {len(who)} of "
+    told += "them; nothing was gathered, and training can go on"
+    together = "The last skip, at update 3: 1 bad gradient on rank 0."
+    if call == "audit":
+        together = "ShardedGradScaler of scaler_triton; SGD; 4 ranks"
+    for rank, (answers, report) in enumerate(four.run(asking_alone, call, who)):
+        assert answers == [told] * 2 * (rank in who) + [together] * 2
+        assert (report.stepped, report.collectives) == ([True, False, True, True], [1] * 4)
+        assert [float.fromhex(scale) for scale in report.scales] == [16.0, 8.0, 8.0, 16.0]
+
+
+def different_reports(rank: int) -> str:
+    """Each rank asks for something else."""
+    scaler, params = new_scaler("sharded"), [cases.plain_param(3)]
+    with mock.patch.object(meeting, "PATIENCE", 1.0):
+        return asked(CALLS[rank], scaler, new_optimizer("sgd", params))
+
+
+def test_different_reports_do_not_mix(two):
+    for call, text in zip(CALLS, two.run(different_reports), strict=True):
+        assert text.startswith(f"TimeoutError: {call} must be called on all 2 ranks")
+
+
+def groups_of_one_name(rank: int) -> list[str]:
+    """Two pairs of ranks whose groups share a store's names, as after `split_group`; the first of each asks alone."""
+    pairs = [dist.new_group(each) for each in ([0, 1], [2, 3])]
+    group = pairs[rank // 2]
+    optimizer = new_optimizer("sgd", [cases.plain_param(3)])
+    store, answers = dist.distributed_c10d._get_default_store(), []
+    with mock.patch.object(dist.distributed_c10d, "_get_process_group_store", return_value=store):
+        if rank % 2 == 0:
+            with mock.patch.object(meeting, "PATIENCE", 1.0):
+                answers.append(asked("audit", new_scaler("grad"), optimizer, group))
+        dist.barrier()
+        answers.append(asked("audit", new_scaler("grad"), optimizer, group))
+    return answers
+
+
+def test_groups_of_other_ranks_do_not_mix(four):
+    for rank, answers in enumerate(four.run(groups_of_one_name)):
+        assert [each[:12] for each in answers] == ["TimeoutError"] * (rank % 2 == 0) + ["GradScaler o"]
+        assert answers[-1].endswith("; 2 ranks")

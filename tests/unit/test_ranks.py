@@ -290,7 +290,7 @@ def test_bytes_of_any_length_are_gathered_in_one_round_or_two(mine: int, theirs:
     monkeypatch.setattr(dist, "all_gather", all_gather)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     data = b"\xff" * mine
-    assert ranks.gather_bytes(data, BARE, CPU) == [data, other]
+    assert ranks.gather_bytes("audit", data, BARE, CPU) == [data, other]
     longest = max(mine, theirs)
     assert rounds == [ranks._AT_ONCE] + [longest - FITS] * (longest > FITS)
 
@@ -309,8 +309,29 @@ def test_a_gpu_gathers_where_the_scale_is(served: str, home: str, where: str, mo
 
     monkeypatch.setattr(ranks, "_serving_device", lambda group, device: torch.device(served))
     monkeypatch.setattr(ranks, "_all_gather", all_gather)
-    assert ranks.gather_bytes(b"ab", object(), torch.device(home)) == [b"ab"]
+    monkeypatch.setattr(ranks, "_store_of", lambda group: None)
+    assert ranks.gather_bytes("audit", b"ab", object(), torch.device(home)) == [b"ab"]
     assert used == [torch.device(where)]
+
+
+def test_ranks_meet_where_torch_tells_their_store(world: Any, monkeypatch: Any) -> None:
+    """Not over a fake backend, a bare group, nor where this torch lacks the private name."""
+    world(2)
+    monkeypatch.setattr(ranks, "_all_gather", lambda data, size, group, device: [data])
+    monkeypatch.setattr(ranks, "meet", lambda store, size, call: met.append((store, size, call)))
+    met: list[Any] = []
+
+    def gathered(group: Any) -> list[Any]:
+        met.clear()
+        assert ranks.gather_bytes("audit", b"ab", group, CPU) == [b"ab"]
+        return met
+
+    assert gathered(dist.group.WORLD) == gathered(BARE) == []
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    ((store, size, call),) = gathered(dist.group.WORLD)
+    assert (type(store), size, call) == (dist.PrefixStore, 2, "audit")
+    monkeypatch.delattr(dist.distributed_c10d, "_get_process_group_store")
+    assert gathered(dist.group.WORLD) == []
 
 
 def test_a_pickle_has_a_groups_ranks_which_must_be_set_again(world: Any) -> None:

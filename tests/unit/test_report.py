@@ -344,7 +344,8 @@ def peer(two_ranks: None, monkeypatch: Any) -> list[Any]:
     theirs: list[Any] = [[{"name": "b", "kinds": "Inf", "numel": 2, "rank": 1}], ["a thing"]]
     sent: list[Any] = []
 
-    def gather_bytes(data: bytes, group: Any, home: torch.device) -> list[bytes]:
+    def gather_bytes(call: str, data: bytes, group: Any, home: torch.device) -> list[bytes]:
+        assert call == "overflow_report(gather=True)"
         sent.append((report.json.loads(data), group, home))
         return [data, report.json.dumps(theirs).encode()]
 
@@ -369,6 +370,12 @@ def test_a_rank_that_raises_joins_the_others_first(peer: list[Any]) -> None:
     ((mine, _, _),) = peer
     assert mine == [[], [mock.ANY]]
     assert mine[1][0].startswith("rank 0 raised TypeError: model must be a module")
+
+
+def test_a_rank_that_raises_alone_raises_its_own_error(two_ranks: None, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ranks, "gather_bytes", mock.Mock(side_effect=TimeoutError))
+    with pytest.raises(TypeError, match="^model must be"):
+        GradScaler("cpu").overflow_report(3, gather=True)  # type: ignore[arg-type]
 
 
 def test_one_rank_alone_gathers_nothing() -> None:
