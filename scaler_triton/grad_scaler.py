@@ -546,8 +546,8 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class or of torch's returned; a disabled scaler loads nothing.
 
-        Without the key `scaler_triton` the limits stay and the counters become 0. Every optimizer's step begins anew:
-        gradients count as scaled, whatever was unscaled or stepped before.
+        Without the key `scaler_triton`, or with an empty dict there, the limits stay and the counters become 0. Every
+        optimizer's step begins anew: gradients count as scaled, whatever was unscaled or stepped before.
 
         Args:
             state_dict: the five fields, and perhaps that key; read.
@@ -561,9 +561,10 @@ class GradScaler(torch.amp.GradScaler):
         limits, counters = ours.limits, policy.no_counters()
         remembered: tuple[list[int], float] = [], MAX_SCALE
         if policy.check_dict(state_dict, "state_dict"):  # torch raises for an empty one
-            if KEY in state_dict and WINDOWS not in policy.check_dict(state_dict[KEY], KEY):  # no guard's
-                limits, counters = policy.from_checkpoint(state_dict[KEY])
-                remembered = policy.check_remembered(state_dict[KEY].get(HEADROOM, {}))
+            fields = policy.check_dict(state_dict.get(KEY, {}), KEY)
+            if fields and WINDOWS not in fields:  # no guard's
+                limits, counters = policy.from_checkpoint(fields)
+                remembered = policy.check_remembered(fields.get(HEADROOM, {}))
             state_dict = policy.check_state_dict(state_dict)
         super().load_state_dict(state_dict)
         ours.limits, ours.lagging = limits, LaggingCounters()

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from scaler_triton import ShardedGradScaler
+from scaler_triton.integrations.dcp import ScalerLoadPlanner
 
 folder = Path(sys.argv[1])
 cuda = torch.cuda.is_available()
@@ -22,7 +23,6 @@ net = torch.nn.Linear(8, 8, device=device)
 # Without a mesh it takes the kind of GPU that torch is built for, even where there is none.
 fully_shard(net, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
 optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-# The same extras in every run: DCP loads what the new scaler itself would save.
 scaler = ShardedGradScaler(device.type, init_scale=256.0, growth_interval=2, min_scale=1.0, hysteresis=2)
 
 
@@ -37,7 +37,8 @@ class Training:
 
 
 if resumes := (folder / ".metadata").exists():
-    dcp.load({"training": Training()}, checkpoint_id=folder)
+    # The planner takes a scaler's state as it was saved; by itself DCP asks for what the new scaler would save.
+    dcp.load({"training": Training()}, checkpoint_id=folder, planner=ScalerLoadPlanner())
 for _ in range(3):
     optimizer.zero_grad()
     scaler.scale(net(torch.ones(2, 8, device=device)).mean()).backward()

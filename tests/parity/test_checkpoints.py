@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import EXTRAS, started, trained
+from helpers import EXTRAS, sgd, started, trained
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
-from scaler_triton import GradScaler, ShardedGradScaler
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
+from scaler_triton.integrations.dcp import ScalerLoadPlanner
 from scaler_triton.policy import KEY
 
 # DCP says once a process that it works alone.
@@ -75,16 +76,95 @@ def test_dcp_brings_back_what_the_new_scaler_would_save(cls: Any, tmp_path: Path
     assert scaler.state_dict() == other.state_dict()
 
 
-@pytest.mark.parametrize("consecutive", [False, True])
-def test_a_checkpoint_of_version_0_1_is_loaded(consecutive: bool) -> None:
-    """It counted no spikes; with one warning if it asks for the hysteresis that is gone."""
+COUNTERS_OF_0_1 = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes")
+SCALERS: dict[str, Any] = {
+    "torch": lambda: torch.amp.GradScaler("cpu", 64.0),
+    "plain": lambda: trained(GradScaler),
+    "extras": lambda: trained(GradScaler, **EXTRAS),
+    "headroom": lambda: trained(GradScaler, scale_policy="headroom"),
+    "guard": lambda: guarded(),
+}
+OF_0_1 = "0.1", "0.1, consecutive"
+
+
+def guarded() -> StepGuard:
+    """Return a guard that remembers norms and counts."""
+    guard, optimizer = StepGuard("cpu"), sgd([torch.ones(1)])
+    for _ in range(3):
+        guard.step(optimizer)
+        guard.update()
+    return guard
+
+
+def saved_by(kind: str) -> dict[str, Any]:
+    """Return a state of some kind of scaler, or of version 0.1, which counted less."""
+    if kind not in OF_0_1:
+        return SCALERS[kind]().state_dict()  # type: ignore[no-any-return]
+    state: dict[str, Any] = trained(GradScaler, **EXTRAS).state_dict()
+    counters = {name: state[KEY]["counters"][name] for name in COUNTERS_OF_0_1}
+    return state | {KEY: {**EXTRAS, "counters": counters, "consecutive_hysteresis": kind != "0.1"}}
+
+
+@ALONE
+@pytest.mark.filterwarnings("ignore:the checkpoint was made with consecutive_hysteresis")
+@pytest.mark.parametrize("into", [name for name in SCALERS if name != "torch"])
+@pytest.mark.parametrize("kind", [*SCALERS, *OF_0_1])
+def test_dcp_loads_as_a_file_does_whatever_the_checkpoint_has(kind: str, into: str, tmp_path: Path) -> None:
+    """By the planner, as an object or a dict, anywhere in the state; in a used scaler, too."""
+    state = saved_by(kind)
+    by_file, stateful, nested = (SCALERS[into]() for _ in range(3))
+    by_file.load_state_dict(state)
+    dcp.save(
+        {"scaler": state, "deep": [{"down": state, "weight": torch.ones(2)}]}, checkpoint_id=tmp_path, no_dist=True
+    )
+    wanted = {"scaler": stateful, "deep": [{"down": nested.state_dict(), "weight": torch.zeros(2)}]}
+    dcp.load(wanted, checkpoint_id=tmp_path, planner=ScalerLoadPlanner(), no_dist=True)
+    nested.load_state_dict(wanted["deep"][0]["down"])
+    assert wanted["deep"][0]["weight"].tolist() == [1.0, 1.0]
+    for each in (stateful, nested):
+        assert each.state_dict() == by_file.state_dict()
+        assert each.stats() == by_file.stats()
+        assert each.limits == by_file.limits
+
+
+@ALONE
+@pytest.mark.parametrize("missing", ["weight", "scaler.scale"])
+def test_the_planner_still_raises_for_what_else_is_missing(missing: str, tmp_path: Path) -> None:
+    saved = {"weight": torch.ones(2), "scaler": GradScaler("cpu").state_dict()}
+    del (saved if missing == "weight" else saved["scaler"])[missing.rpartition(".")[2]]
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    wanted = {"weight": torch.ones(2), "scaler": GradScaler("cpu", **EXTRAS)}
+    with pytest.raises(dcp.api.CheckpointException, match=rf"Missing key in checkpoint state_dict: {missing}\."):
+        dcp.load(wanted, checkpoint_id=tmp_path, planner=ScalerLoadPlanner(), no_dist=True)
+
+
+@ALONE
+def test_the_planner_takes_the_default_ones_arguments(tmp_path: Path) -> None:
+    as_one = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save({"scaler": saved_by("torch")}, checkpoint_id=tmp_path, planner=as_one, no_dist=True)
+    scaler = GradScaler("cpu", **EXTRAS)
+    planner = ScalerLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True)
+    dcp.load({"scaler": scaler, "weight": torch.ones(2)}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert (scaler.get_scale(), scaler.limits._asdict()) == (64.0, EXTRAS)
+
+
+@ALONE
+def test_a_scalers_state_may_be_the_whole_checkpoint(tmp_path: Path) -> None:
+    dcp.save(saved_by("torch"), checkpoint_id=tmp_path, no_dist=True)
     scaler = trained(GradScaler, **EXTRAS)
     state = scaler.state_dict()
-    state[KEY]["consecutive_hysteresis"] = consecutive
-    del state[KEY]["counters"]["spikes"]
+    dcp.load(state, checkpoint_id=tmp_path, planner=ScalerLoadPlanner(), no_dist=True)
+    assert state == {**saved_by("torch"), KEY: {}}
+    scaler.load_state_dict(state)
+    assert (scaler.get_scale(), scaler.stats().updates, scaler.limits._asdict()) == (64.0, 0, EXTRAS)
+
+
+@pytest.mark.parametrize("kind", OF_0_1)
+def test_a_checkpoint_of_version_0_1_is_loaded(kind: str) -> None:
+    """It counted no spikes; with one warning if it asks for the hysteresis that is gone."""
     other = GradScaler("cpu")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        other.load_state_dict(state)
-    assert other.state_dict() == scaler.state_dict()
-    assert ["consecutive_hysteresis" in str(each.message) for each in warned] == [True] * consecutive
+        other.load_state_dict(saved_by(kind))
+    assert other.state_dict() == saved_by("extras")
+    assert ["consecutive_hysteresis" in str(each.message) for each in warned] == [True] * (kind != "0.1")

@@ -1,5 +1,7 @@
 """torch.distributed.checkpoint with another number of ranks: the scaler comes back to the bit, the run goes on."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ranks import cases
+from scaler_triton.integrations.dcp import ScalerLoadPlanner
 
 pytestmark = pytest.mark.distributed
 
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 BATCH, WIDTH = 8, 4
 EXTRAS: dict[str, Any] = {"min_scale": 0.5, "max_scale": 64.0, "hysteresis": 2, "max_consecutive_skips": 30}
+COUNTERS = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes", "spikes")
 BAD_STEPS = (1, 4, 5)
 
 
@@ -86,3 +91,68 @@ def test_from_four_ranks_to_two_and_back(four, two, tmp_path, kind, name, stop, 
     assert left[0]["scaler"]["scaler_triton"]["counters"]["strikes"] == 1  # which hysteresis forgave
     assert left[0]["scaler"]["scale"] == (8.0 if stop == 3 else 16.0)
     assert all(end == whole[0][1] for _, end in [*after, *whole])
+
+
+# Checkpoints that have less than the scaler that loads them.
+
+
+def save_less(rank: int, what: str, folder: str) -> None:
+    """Save a run of torch's scaler, of ours without extras, or of ours when it counted one thing less."""
+    training = Training("sharded", "adamw-fused", **(EXTRAS if what == "counters" else {}))
+    if what == "torch":
+        training.scaler = cases.new_scaler("sharded", cases.TORCHS)
+    for number in range(3):
+        training.step(number)
+    state = training.state_dict()
+    if what == "counters":
+        del state["scaler"]["scaler_triton"]["counters"]["spikes"]
+    dcp.save({"training": state}, checkpoint_id=folder)
+
+
+def load_less(rank: int, folder: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Load it into a used scaler with extras and go on; how DCP's own planner failed, the new state, and the end."""
+    training = Training("sharded", "adamw-fused", **EXTRAS)
+    training.step(BAD_STEPS[0])
+    try:
+        dcp.load({"training": training}, checkpoint_id=folder)
+    except dcp.api.CheckpointException as error:
+        failed = str(error)
+    dcp.load({"training": training}, checkpoint_id=folder, planner=ScalerLoadPlanner())
+    loaded = training.scaler.state_dict()
+    for number in range(3, 9):
+        training.step(number)
+    return failed, loaded, training.outcome()
+
+
+@pytest.mark.parametrize(("what", "scale"), [("torch", 4.0), ("plain", 4.0), ("counters", 8.0)])
+@pytest.mark.parametrize("grows", [False, True], ids=["to two", "to four"])
+def test_a_smaller_state_is_loaded_by_the_planner(four, two, tmp_path, what, scale, grows):
+    folder = str(tmp_path)
+    two.run(save_less, what, folder)
+    answers = (four if grows else two).run(load_less, folder)
+    counters = {"updates": 3, "skipped": 1, "consecutive_skips": 0, "growths": 0, "backoffs": 0, "last_skip": 2}
+    counters = {**counters, "strikes": 1, "spikes": 0} if what == "counters" else dict.fromkeys(COUNTERS, 0)
+    for failed, loaded, end in answers:
+        assert "Missing key in checkpoint state_dict: training.scaler.scaler_triton." in failed
+        assert loaded["scale"] == scale
+        assert loaded["scaler_triton"] == {**EXTRAS, "counters": counters}
+        assert end == answers[0][2]
+
+
+def run_the_page(rank: int, lines: str, folder: str) -> tuple[dict[str, Any], bool]:
+    """Resume a run of torch's scaler by the page's lines."""
+    old, new = (Training("sharded", "adamw-fused", **EXTRAS) for _ in range(2))
+    old.scaler = cases.new_scaler("sharded", cases.TORCHS)
+    for number in range(3):
+        old.step(number)
+    dcp.save({"model": old.net, "scaler": old.scaler}, checkpoint_id=folder)
+    exec(lines, {"model": new.net, "scaler": new.scaler, "folder": folder})
+    saved, loaded = (cases.digests(each.net.parameters()) for each in (old, new))
+    return new.scaler.state_dict(), loaded == saved
+
+
+def test_the_pages_lines_resume_a_run_of_torchs_scaler(two, tmp_path):
+    (lines,) = re.findall(r"```python\n([^`]*ScalerLoadPlanner\(\)[^`]*)```", PAGE.read_text())
+    for state, equal in two.run(run_the_page, lines, str(tmp_path)):
+        assert (state["scale"], equal) == (4.0, True)
+        assert state["scaler_triton"] == {**EXTRAS, "counters": dict.fromkeys(COUNTERS, 0)}

@@ -28,7 +28,7 @@ AFTER = {
     "docs/start.md": "torch.amp.GradScaler is scaler_triton.GradScaler",
     "docs/why-skipped.md": "'The last skip, at update 1: 1 bad' in out and '   0  32768        0      -' in out",
 }
-# By tests/unit/test_migration.py and tests/frameworks.
+# By tests/unit/test_migration.py, tests/ranks/test_checkpoints.py and tests/frameworks.
 ELSEWHERE = {"docs/checkpoints.md", "docs/accelerate.md", "docs/lightning.md", "docs/trainer.md"}
 
 
