@@ -29,9 +29,9 @@ SMALLEST_NORMAL = 2.0**-14  # of fp16
 UPDATES, SKIPPED, STREAK, GROWTHS, BACKOFFS, LAST_SKIP, STRIKES, SPIKES = range(8)
 COUNTERS = 8
 
-# A guard's window, fp64: a header, and behind it a ring of the last finite norms. The header: how many norms entered
-# the ring; the norm judged last, which enters when the next step is judged, and whether it was a spike; norm, limit and
-# generation (see below) of the last spike; and the rule's sigma.
+# A guard's window, fp64: a header, and behind it a ring of the last finite norms, of spikes their limits. The header:
+# how many entered the ring; what the norm judged last adds to it when the next step is judged, and whether that norm
+# was a spike; norm, limit and generation (see below) of the last spike; and the rule's sigma.
 COUNT, LAST, IS_SPIKE, SPIKE_NORM, SPIKE_LIMIT, SPIKE_GENERATION, SIGMA = range(7)
 HEADER = 8
 MAX_WINDOW = 4096  # one program holds all of it in registers

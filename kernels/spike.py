@@ -55,6 +55,7 @@ def _judge_kernel(
 
     norm = tl.sqrt(tl.load(totals_ptr + _SQUARES))
     is_spike = (n >= tl.maximum(2, window // 2)) & (norm > limit) & (norm - norm == 0)
+    last = tl.where(is_spike & (limit > 0), limit, norm)
     spikes = tl.load(counters_ptr + _SPIKES) + is_spike.to(tl.int64)
     if first == 0:  # the same step is judged again
         spikes -= was_spike.to(tl.int64)
@@ -64,7 +65,7 @@ def _judge_kernel(
     if enters:
         tl.store(window_ptr + _HEADER + slot, before)
         tl.store(window_ptr + _COUNT, count.to(tl.float64))
-    tl.store(window_ptr + _LAST, norm)
+    tl.store(window_ptr + _LAST, last)
     tl.store(window_ptr + _IS_SPIKE, is_spike.to(tl.float64))
     tl.store(counters_ptr + _SPIKES, spikes)
     if is_spike:
@@ -93,8 +94,9 @@ def launch_judge(
     """Decide whether a norm is a spike among the last finite ones, and skip the step if it is, or is not finite.
 
         if first and isfinite(window[LAST]): append(h, window[LAST])              # h: the ring, of `length` norms
-        norm = window[LAST] = sqrt(totals[SQUARES])
-        spike, limit = the rule that `scaler_triton/spikes.py` begins with, of norm and h
+        norm = sqrt(totals[SQUARES])
+        spike, limit = the rule that `StepGuard` states, of norm and h
+        window[LAST] = limit if spike and limit > 0 else norm
         if spike or not isfinite(norm): totals[OVERFLOWS] = max(totals[OVERFLOWS], 1); status[FLAG] = 1
         if ranks: status = the same as `launch_clip` writes
 

@@ -59,7 +59,8 @@ class Guard:
 class Window:
     """The last finite norms of one optimizer's gradients, or of those that are clipped with it, on the scale's device.
 
-    The norm of the current step enters only when the next one is judged, as this one may be judged again.
+    A spike enters as its limit: its own norm would lift the limit of the next `length` steps, and let their spikes
+    pass. The norm of the current step enters only when the next one is judged, as this one may be judged again.
     """
 
     def __init__(self, sigma: float, length: int, device: torch.device, requested: str) -> None:
@@ -110,9 +111,10 @@ class Window:
         is_finite = norm < math.inf
         is_spike = is_finite & (n >= max(2, length // 2)) & (norm > limit)
         counters[abi.SPIKES].add_(is_spike.long() if first else is_spike.long() - was_spike.long())
+        last = torch.where(is_spike & (limit > 0), limit, norm)  # with 0 no norm but 0 would ever be good again
         spike = norm, limit, counters[abi.SKIPPED]
         kept = [torch.where(is_spike, new, old) for new, old in zip(spike, last_spike, strict=True)]
-        self.memory[: abi.SIGMA] = torch.stack([count, norm, is_spike, *kept])
+        self.memory[: abi.SIGMA] = torch.stack([count, last, is_spike, *kept])
         bad = is_spike | ~is_finite
         totals[abi.OVERFLOWS].clamp_(min=bad)
         status[abi.FLAG].masked_fill_(bad, 1.0)

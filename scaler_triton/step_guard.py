@@ -32,8 +32,9 @@ class StepGuard(GradScaler):
         skip if n >= max(2, window // 2) and norm > mean(h) + spike_sigma * max(std(h), 1e-3 * mean(h))
 
     in fp64, std with n - 1. The norm is the total 2-norm of the gradients of one optimizer, or of all that are clipped
-    together by one 2-norm, before clipping. Every finite norm enters `h`, that of a skipped spike, too: a lasting
-    change is accepted once it has moved the mean.
+    together by one 2-norm, before clipping. Every finite norm enters `h`; that of a skipped spike enters as its limit,
+    unless that is 0: another spike soon after is skipped, too, and a lasting change is accepted once it has moved the
+    limit, in fewer steps the larger `spike_sigma` is. Below 2 that may take for ever.
 
     All ranks of the default group agree, if there is one, else this process decides alone. It takes one collective a
     step, and no host wait for an optimizer that is fused. In a loop without `update()` the step after a step, even one

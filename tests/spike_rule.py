@@ -7,19 +7,35 @@ from collections.abc import Sequence
 import numpy as np
 
 
+def limit_after(history: Sequence[float], sigma: float, window: int) -> float:
+    """Return the largest norm that is good after what entered a window; NaN while that is too little."""
+    h = np.array(history[-window:], dtype=np.float64)
+    if len(h) < max(2, window // 2):
+        return math.nan
+    return float(h.mean() + sigma * max(h.std(ddof=1), 1e-3 * h.mean()))
+
+
+def entering(norm: float, limit: float) -> float:
+    """Return what a finite norm adds to the window: a spike its limit, unless that is 0."""
+    return limit if norm > limit > 0 else norm
+
+
 def judged(norms: Sequence[float], sigma: float, window: int) -> list[tuple[bool, float]]:
     """Return for each norm whether its step is skipped, and the limit; NaN while there are too few norms for one."""
     history: list[float] = []
     found = []
     for norm in norms:
-        h = np.array(history[-window:], dtype=np.float64)
-        limit = math.nan
-        if len(h) >= max(2, window // 2):
-            limit = h.mean() + sigma * max(h.std(ddof=1), 1e-3 * h.mean())
-        found.append((not math.isfinite(norm) or norm > limit, float(limit)))
+        limit = limit_after(history, sigma, window)
+        found.append((not math.isfinite(norm) or norm > limit, limit))
         if math.isfinite(norm):
-            history.append(norm)
+            history.append(entering(norm, limit))
     return found
+
+
+def remembered(norms: Sequence[float], sigma: float, window: int) -> list[float]:
+    """Return what a window holds after these norms, oldest first."""
+    limits = [limit for _, limit in judged(norms, sigma, window)]
+    return [entering(*each) for each in zip(norms, limits, strict=True) if math.isfinite(each[0])][-window:]
 
 
 def series(draw: random.Random, length: int) -> list[float]:

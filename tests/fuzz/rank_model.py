@@ -65,10 +65,10 @@ def judged(program: Program) -> Judged:
     seen: list[list[float]] = [[] for _ in program.optimizers]
 
     def judge(step: int, together: tuple[int, ...]) -> tuple[float, float] | None:
-        norms = seen[together[0]]
-        norms.append(norm(program, step, Clip(together, 1.0)))
-        is_spike, limit = spike_rule.judged(norms, program.spike_sigma, program.window)[-1]
-        return (norms[-1], limit) if is_spike else None
+        window, total = seen[together[0]], norm(program, step, Clip(together, 1.0))
+        limit = spike_rule.limit_after(window, program.spike_sigma, program.window)
+        window.append(spike_rule.entering(total, limit))
+        return (total, limit) if total > limit else None
 
     for step in range(program.finished if program.spike_sigma is not None else 0):
         spikes.append([])

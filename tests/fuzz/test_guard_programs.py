@@ -13,7 +13,7 @@ from hypothesis import assume, seed
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from specification import Specification, is_ready
-from spike_rule import judged
+from spike_rule import entering, limit_after
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from worlds import COPIES, ClipSpec, GradientSpec, OptimizerSpec, TwoWorlds, World, assert_equal
@@ -120,10 +120,11 @@ class GuardSpecification(Specification):
         window = self.known[id(optimizers[0])]
         held = [each for optimizer in optimizers for each in params_of(optimizer) if each.grad is not None]
         norm = together(held).norm().item()
-        skips, limit = judged([*window, norm], self.sigma, self.length)[-1]
+        limit = limit_after(window, self.sigma, self.length)
+        skips = norm > limit
         assume(not 0.0 < abs(norm - limit) <= 1e-5 * limit)  # else the last digits decide; NaN without a limit
         if held and norm < torch.inf:
-            window.append(norm)
+            window.append(entering(norm, limit))
             self._counters["spikes"] += int(skips)
             for optimizer in optimizers if skips else ():
                 for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():

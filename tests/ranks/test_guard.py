@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from spike_rule import judged
+from spike_rule import judged, remembered
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -102,13 +102,13 @@ def kept(optimizer: torch.optim.Optimizer) -> list[str]:
 def test_what_one_rank_meets_all_skip_and_have_never_seen(four, wrapper, name, clip):
     traces = four.run(guarded, wrapper, name, clip)
     skipped = [skips for skips, _ in judged(traces[0].norms, SIGMA, WINDOW)]
-    seen = [norm for norm in traces[0].norms if math.isfinite(norm)]
+    window = remembered(traces[0].norms, SIGMA, WINDOW)
     assert [step for step, bad in enumerate(skipped) if bad] == BAD_STEPS
     for trace in traces:
         assert trace.skipped == skipped
         assert trace.collectives == [1] * STEPS
         assert trace.clipped == pytest.approx(trace.norms if clip else [], rel=1e-6, nan_ok=True)
-        assert trace.windows == traces[0].windows == [pytest.approx(seen[-WINDOW:], rel=1e-6)]
+        assert trace.windows == traces[0].windows == [pytest.approx(window, rel=1e-6)]
         assert (trace.stats.updates, trace.stats.skipped, trace.stats.spikes) == (STEPS, len(BAD_STEPS), 1)
 
 

@@ -2,13 +2,14 @@
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from helpers import PLACES, Place
-from spike_rule import judged, series
+from spike_rule import judged, remembered, series
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scaler_triton import dispatch, spikes
@@ -53,8 +54,7 @@ def test_decisions_are_numpys(place: Place) -> None:
         if spikes:
             norm, _, limit = spikes[-1]
             assert run.window.spike(0) == pytest.approx((norm, limit), rel=1e-12)
-        finite = [norm for norm in norms if math.isfinite(norm)]
-        assert run.window.norms() == pytest.approx(finite[-length:], rel=1e-15)
+        assert run.window.norms() == pytest.approx(remembered(norms, sigma, length), rel=1e-12)
 
 
 @PLACES
@@ -75,7 +75,50 @@ def test_a_step_that_is_judged_again_replaces_its_norm(place: Place) -> None:
     assert not run.judge(1.0, first=False)
     assert (run.window.norms(), ScalerStats.of(run.counters.read()).spikes) == ([1.0, 1.0, 1.0], 0)
     assert run.judge(60.0, first=False)
-    assert (run.window.norms(), ScalerStats.of(run.counters.read()).spikes) == ([1.0, 1.0, 60.0], 1)
+    limit = 1.0 + 3.0 * (1e-3 * 1.0)
+    assert (run.window.norms(), ScalerStats.of(run.counters.read()).spikes) == ([1.0, 1.0, limit], 1)
+    assert not run.judge(1.0)
+    assert run.window.norms() == [1.0, 1.0, limit, 1.0]
+
+
+def usual() -> list[float]:
+    """Return norms that vary by 17 %."""
+    draw = random.Random(0)
+    return [draw.lognormvariate(0.0, 0.17) for _ in range(200)]
+
+
+def resumed(place: Place, norms: Sequence[float]) -> Judge:
+    """Return a window of 128, by 6 deviations, after norms none of which is a spike."""
+    run = Judge(place, 6.0, 128)
+    run.window.restore(norms)
+    return run
+
+
+@PLACES
+def test_a_large_spike_does_not_hide_later_ones(place: Place) -> None:
+    """As themselves the first would have lifted the limit to 500 times what is usual."""
+    factors = {0: 1000.0, 10: 300.0, 20: 50.0, 35: 20.0}
+    norms = usual()
+    run = resumed(place, norms[:136])
+    skipped = [step for step, norm in enumerate(norms[136:176]) if run.judge(norm * factors.get(step, 1.0))]
+    assert skipped == [*factors]
+
+
+@PLACES
+@pytest.mark.parametrize(("factor", "skips"), [(10.0, 18), (3.0, 7)])
+def test_a_lasting_change_is_accepted(place: Place, factor: float, skips: int) -> None:
+    norms = usual()
+    run = resumed(place, norms[:160])
+    skipped = [run.judge(factor * norm) for norm in norms[160:]]
+    assert skipped == [True] * skips + [False] * (40 - skips)
+
+
+@PLACES
+def test_a_spike_after_zeros_enters_as_itself(place: Place) -> None:
+    """Its limit, 0, would have all that is not 0 skipped for ever."""
+    run = Judge(place, 6.0, 4)
+    assert [run.judge(norm) for norm in (0.0, 0.0, 5.0, 5.0)] == [False, False, True, False]
+    assert run.window.norms() == [0.0, 0.0, 5.0, 5.0]
 
 
 @PLACES
@@ -103,7 +146,7 @@ def test_a_restored_window_decides_as_the_first_one(place: Place, before: int, l
     run, resumed = Judge(place, 1.5, 4), Judge(place, 1.5, length)
     for norm in norms[:before]:
         run.judge(norm)
-    assert run.window.norms() == norms[max(0, before - 4) : before]
+    assert run.window.norms() == pytest.approx(remembered(norms[:before], 1.5, 4), rel=1e-12)
     resumed.window.restore(run.window.norms())
     assert resumed.window.norms() == run.window.norms()[-length:]
     assert resumed.window.spike(0) is None

@@ -132,6 +132,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        if first:\n            enters", "        if True:\n            enters"),
         ("ring.take((place + (count - n)) % length)", "ring.take(place % length)", _BITS),
         ("is_spike = is_finite & (n", "is_spike = (n"),
+        ("torch.where(is_spike & (limit > 0), limit, norm)", "norm"),
+        ("torch.where(is_spike & (limit > 0), limit", "torch.where(is_spike, limit"),
         ("if values[abi.SPIKE_GENERATION] == generation else None", "if True else None"),
     ],
     "scaler_triton/ranks.py": [
@@ -185,7 +187,9 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "kernels/spike.py": [
         ("enters = (first != 0) & (before - before == 0)", "enters = before - before == 0"),
         ("(count - n + place) % window", "place", _BITS),
-        (" & (norm - norm == 0)\n    spikes", "\n    spikes"),
+        (" & (norm - norm == 0)\n    last", "\n    last"),
+        ("tl.where(is_spike & (limit > 0), limit, norm)", "norm"),
+        ("tl.where(is_spike & (limit > 0), limit", "tl.where(is_spike, limit", _BITS),
         ("        tl.store(totals_ptr + _OVERFLOWS, overflows)\n", ""),
         ("tl.sum(tl.reshape(x, [BLOCK_SIZE // 2, 2]), 1)", "tl.sum(tl.reshape(x, [2, BLOCK_SIZE // 2]), 0)", _BITS),
     ],

@@ -44,8 +44,8 @@ def test_the_kernel_has_the_bits_of_torchs_ops(length):
     ours_counted[abi.SKIPPED] = theirs_counted[abi.SKIPPED] = 41
     ours_status, theirs_status = (torch.zeros(abi.STATUS, device=DEVICE) for _ in range(2))
     drawn = [draw.uniform(1, 2) for _ in range(length - 2)]
-    # None; without a deviation; too few for a limit; and some steps later the oldest is replaced.
-    for norms in ([], [1.7] * length, drawn[: length // 2 - 1], drawn):
+    # None; without a deviation; a limit of 0; too few for one; and some steps later the oldest is replaced.
+    for norms in ([], [1.7] * length, [0.0] * length, drawn[: length // 2 - 1], drawn):
         ours.restore(norms)
         theirs.restore(norms)
         for square in SQUARES:
