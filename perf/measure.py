@@ -1,5 +1,6 @@
 """Times of several subjects that take turns in one process."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,15 +40,14 @@ class Context(NamedTuple):
     quick: bool = False
 
     def rounds(self, names: Sequence[str], seconds: float) -> Iterator[list[str]]:
-        """Yield `names` once a round, for `seconds` but 12 to 600 rounds, each time with another one first.
+        """Yield `names` once a round, for `seconds` but 12 to 600 rounds, each time in an order that is drawn.
 
-        Whoever begins a round and ended the one before finds its own code in the caches: all begin equally often.
+        Whoever follows one that runs the same code finds it in the caches; so all follow each other equally often.
         """
         end, least = time.monotonic() + (0.02 if self.quick else seconds), 3 if self.quick else 12
-        nth = 0
-        while nth < least or nth % len(names) or (nth < 600 and time.monotonic() < end):
-            first = nth % len(names)
-            yield [*names[first:], *names[:first]]
+        nth, draw = 0, random.Random(0)
+        while nth < least or (nth < 600 and time.monotonic() < end):
+            yield draw.sample(names, len(names))
             nth += 1
 
     def interleaved(

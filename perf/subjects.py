@@ -29,6 +29,7 @@ class Gradients:
         generator = torch.Generator(device).manual_seed(0)
         self.values = torch.randn(sum(numels), generator=generator, device=device).to(dtype)
         self._held: list[Any] = [None] * len(numels)
+        self._memories: list[list[Tensor]] = []  # two, the older one first
         self.parameters = [nn.Parameter(torch.empty_like(self._wrap(piece, None))) for piece in self.pieces()]
         self.renew()
 
@@ -41,8 +42,15 @@ class Gradients:
         torch._foreach_copy_(self.locals, self.pieces())
 
     def renew(self) -> None:
-        """Give every parameter a new gradient at a new address, as `zero_grad` and a backward pass do."""
-        self.locals = [piece.clone() for piece in self.pieces()]  # the old ones are still there
+        """Give every parameter a new gradient, as `zero_grad` and a backward pass do.
+
+        It lies where the one before the last lay, as in most loops on a GPU (results/*/addresses.txt).
+        """
+        is_new = len(self._memories) < 2
+        memory = [piece.clone() for piece in self.pieces()] if is_new else self._memories.pop(0)
+        self._memories.append(memory)
+        self.locals = [each.data for each in memory]
+        self.restore()
         self._held = [self._wrap(local, like) for local, like in zip(self.locals, self._held, strict=True)]
         for parameter, held in zip(self.parameters, self._held, strict=True):
             parameter.grad = held
