@@ -67,11 +67,11 @@ def state_after(scaler: Any, module: nn.Module) -> tuple[float, int, Tensor]:
     return scaler.get_scale(), scaler._get_growth_tracker(), whole(module)
 
 
-def assert_same(one: Trace, other: Trace) -> None:
-    """Assert that two runs went alike, to the bit."""
+def assert_same(one: Trace, other: Trace, tolerance: float = 0.0) -> None:
+    """Assert that two runs went alike, to the bit or within a tolerance."""
     for mine, theirs in zip(one, other, strict=True):
         assert mine[:2] == theirs[:2]
-        assert torch.equal(mine[2], theirs[2])
+        assert torch.allclose(mine[2], theirs[2], rtol=tolerance, atol=tolerance)
     assert not torch.equal(one[0][2], one[-1][2])  # it did train
     assert one[-1][2].isfinite().all()
 
@@ -182,7 +182,8 @@ def test_trains_and_clips_as_lightnings_own_plugin_and_fabric_as_the_trainer(
     mine = train(kind, plugin(kind), optimizer, clip, batches())
     assert scales_of(mine) == SCALES
     if kind == "Fabric":
-        assert_same(mine, train("Trainer", plugin(), optimizer, clip, batches()))
+        tolerance = 1e-6 if clip == "max_norm" else 0.0  # torch clips in Fabric, by a norm that it takes in fp32
+        assert_same(mine, train("Trainer", plugin(), optimizer, clip, batches()), tolerance)
     if clip and optimizer == "adamw-fused":  # where it no longer raises, Lightning has caught up: docs/lightning.md
         with pytest.raises((RuntimeError, NotImplementedError), match="does not allow for grad|is not implemented"):
             train(kind, plugin(kind, own=True), optimizer, clip, batches())

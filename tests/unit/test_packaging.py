@@ -26,7 +26,8 @@ def tracked() -> list[str]:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Build a wheel by way of an sdist, of a checkout without symbolic links; return the names in it."""
-    pytest.importorskip("build", reason="wheels are built where the development environment is")
+    # Not "build": a checkout's folder of that name, which `pip install .` leaves, can be imported, too.
+    pytest.importorskip("build.__main__", reason="wheels are built where the development environment is")
     pytest.importorskip("setuptools", minversion="77")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("out")
     for name in tracked():
