@@ -24,6 +24,9 @@ class Mutant(NamedTuple):
 
 _CAPTURE = "gpu/capture"
 _LISTS = "unit/ops_lists"
+_NO_FP64 = "unit/without_fp64"
+_LOADS = "unit/grad_scaler"
+_FOREIGN = "parity/foreign_code"
 _GUARD, _GUARD_RANKS = "unit/step_guard", "fuzz/guard_ranks"
 _HEADROOM, _HEADROOM_RANKS = "unit/headroom", "ranks/headroom"
 _BITS = "unit/kernels/spike"  # of the kernel and of torch's ops
@@ -46,6 +49,9 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            step._enter(CARRIED)\n", "            step._enter(UNSCALED)\n"),
         ("            or list(map(id, parameters)) != plan.ids\n", "", "unit/plan"),
         (" and owner is unwrap(optimizer):", ":"),
+        ("_PHASES.get(self[\"stage\"], FOREIGN)", "_PHASES.get(self[\"stage\"], READY)", _FOREIGN),
+        ("getattr(states, \"default_factory\", None) or dict", "dict", _FOREIGN),
+        ("                step.reset()\n                step.update(self", "                0\n                0, (self", _LOADS),
     ],
     "scaler_triton/check.py": [
         ("collect(parameters, allow_fp16=ours.allow_fp16 or not divide)", "collect(parameters, allow_fp16=True)"),
@@ -81,6 +87,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("[math.nan, 1.0, 1.0, 0.0, 0.0]", "[math.nan, 1.0, 0.0, 0.0, 0.0]", "unit/check"),
     ],
     "scaler_triton/plan.py": [
+        ("self.ids = list(map(id, parameters))", "self.ids = [*map(id, parameters)]; self.held = parameters", "unit/step"),
         ("all(map(call, compress(self._matchers, here), compress(local, here)))", "not all(here)"),
         ("known = known and layout.backend is not None", "pass"),
         ("        self._match_all = None  # its forms", "        # its forms"),
@@ -94,6 +101,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if to_be_marked and abs(here.item()) > 1.0:", "if False:", "unit/report"),
     ],
     "scaler_triton/torch_ops.py": [
+        ("    except (TypeError, RuntimeError):\n        return torch.float32", "    except ():\n        0", _NO_FP64),
+        ("    check(tensors, found_inf)  # the squares of large", "    0  # the squares of large", _NO_FP64),
         ("* _LOW_SQUARE <= total.item() < math.inf", "* _LOW_SQUARE <= total.item()"),
         ("largest = torch.where(size.isfinite(), size, 0.0).amax()", "largest = size.amax()", _HEADROOM),
         ("if dtype is not torch.float16 and math", "if math"),
@@ -115,10 +124,12 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        headroom.on(scale.device)[abi.CAP] = after.reshape(())\n", ""),
     ],
     "scaler_triton/fused.py": [
+        ("    step.outcome = found_inf if flag is None else flag  # hooks", "    step.outcome = None  # hooks", _LOADS),
         ("if isinstance(inner, SGD) and _skip_would_corrupt(inner) and found_inf.item():", "if False:"),
         ("        if own is not None:\n            inner.grad_scale = own\n", ""),
     ],
     "scaler_triton/clip.py": [
+        (" and is_ours and _squares_fit(scaler)", " and is_ours", _NO_FP64),
         ("len(parts) > 1 and check.has_flag(scaler, part.flags, peers):", "len(parts) > 1:"),
         ("totals[OVERFLOWS] = 1.0  # nothing is clipped then", "pass"),
         ("*(each.step for each in parts)]", "part.step]", "unit/report"),
@@ -130,7 +141,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/spikes.py": [
         ("    if number.is_cpu and type", "    if False and type"),
         ("        if first:\n            enters", "        if True:\n            enters"),
-        ("ring.take((place + (count - n)) % length)", "ring.take(place % length)", _BITS),
+        ("ring[(place + (count - n)) % length]", "ring[place % length]", _BITS),
         ("is_spike = is_finite & (n", "is_spike = (n"),
         ("torch.where(is_spike & (limit > 0), limit, norm)", "norm"),
         ("torch.where(is_spike & (limit > 0), limit", "torch.where(is_spike, limit"),
@@ -156,11 +167,16 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("and self._ours.guard is None)  # `step` will", ")  # `step` will", _GUARD_RANKS),
         ("is_final = phase in (STEPPED, FAILED) or", "is_final = phase is STEPPED or", "unit/check"),
         ("(self, scale, tracker, checked, captured)", "(self, scale, tracker, checked, False)", _CAPTURE),
-        ("            step.raised = steps.unfinished = True\n", "            step.raised = True\n", "unit/step"),
+        ("step.raised, step.outcome, steps.unfinished = True, None, True", "step.raised = True", "unit/step"),
         ("        if ours.steps.unfinished:\n            ours.steps.loss_scaled()\n", "", "unit/step"),
         ("            ours.steps.keep_unstepped(for_guard=ours.guard is not None)\n", "            pass\n"),
         ("keep_unstepped(for_guard=ours.guard is not None)", "keep_unstepped()", _GUARD),
         ("if ours.limits != NO_LIMITS or ours.headroom is not None:", "if ours.limits != NO_LIMITS:", "unit/update"),
+        ("        step.outcome = skips  # hooks of the optimizer may ask for it\n", ""),
+        ("step.raised, step.outcome, steps.unfinished =", "step.raised, step.fresh, steps.unfinished ="),
+        ("        ours.steps.reset()  # what", "        pass  # what"),
+        ("if step.phase is FOREIGN:\n            super().unscale_(", "if 0:\n            super().unscale_(", _FOREIGN),
+        ("        if before is FOREIGN:\n", "        if False:\n", _FOREIGN),
     ],
     "kernels/unscale.py": [
         ("acc += x * 0.0  # Inf * 0 is NaN, and NaN stays", "acc += x * 1.0"),
