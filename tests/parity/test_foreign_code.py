@@ -293,7 +293,7 @@ def states_of_a_librarys_own(run: Run, variant: str) -> None:
     run.error(lambda: run.base.step(scaler, optimizer))  # without a check
 
 
-@row("in unscale_", "by hand", "by hand, fused", "by hand, then a look")
+@row("in unscale_", "before unscale_", "by hand", "by hand, fused", "by hand, then a look")
 def a_stage_that_torch_does_not_have(run: Run, variant: str) -> None:
     """What it stands for only its writer knows: torch's `step` does not unscale."""
 
@@ -306,7 +306,9 @@ def a_stage_that_torch_does_not_have(run: Run, variant: str) -> None:
     optimizer, scaler = torch.optim.SGD(parameters, lr=0.125, fused="fused" in variant), run.scaler(Halved)
     for bad in BAD_STEPS:
         scaler.scale(loss(parameters, bad)).backward()
-        if variant == "in unscale_":
+        if "unscale_" in variant:
+            if variant == "before unscale_":
+                scaler._per_optimizer_states[id(optimizer)]["stage"] = "halved"
             scaler.unscale_(optimizer)
         else:
             state = scaler._per_optimizer_states[id(optimizer)]

@@ -1,6 +1,7 @@
 """Scalers and guards on a device without fp64, Apple's GPU, which is pretended; `make without-fp64` runs more."""
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,6 +123,19 @@ def test_a_guard_finds_the_spikes_that_it_finds_on_the_host(device: str, clips: 
     assert skipped[device] == skipped["cpu"]
     assert spikes == [2, 2]
     assert skipped["cpu"].index(True) == steps.index(500.0)
+
+
+def test_a_guard_that_clips_finds_what_is_not_finite(device: str) -> None:
+    guard, parameter = StepGuard(device), torch.nn.Parameter(torch.ones(4, device=device))
+    optimizer, norms = torch.optim.SGD([parameter], lr=0.01), []
+    for factor in (1.0, math.nan, math.inf, 2.0):
+        parameter.grad = torch.full((4,), factor).to(device)
+        norms.append(guard.clip_grad_norm_(optimizer, 1.0).item())
+        guard.step(optimizer)
+        guard.update()
+    assert norms == pytest.approx([2.0, math.nan, math.inf, 4.0], nan_ok=True)
+    assert guard.stats().skipped == 2
+    assert parameter.tolist() == pytest.approx([0.99] * 4, rel=1e-6)
 
 
 @pytest.mark.usefixtures("two_ranks")

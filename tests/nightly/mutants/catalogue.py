@@ -51,7 +51,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         (" and owner is unwrap(optimizer):", ":"),
         ("_PHASES.get(self[\"stage\"], FOREIGN)", "_PHASES.get(self[\"stage\"], READY)", _FOREIGN),
         ("getattr(states, \"default_factory\", None) or dict", "dict", _FOREIGN),
-        ("                step.reset()\n                step.update(self", "                0\n                0, (self", _LOADS),
+        ("step.reset()\n                step.update(self.new_state())", "pass", _LOADS),
     ],
     "scaler_triton/check.py": [
         ("collect(parameters, allow_fp16=ours.allow_fp16 or not divide)", "collect(parameters, allow_fp16=True)"),
@@ -87,7 +87,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("[math.nan, 1.0, 1.0, 0.0, 0.0]", "[math.nan, 1.0, 0.0, 0.0, 0.0]", "unit/check"),
     ],
     "scaler_triton/plan.py": [
-        ("self.ids = list(map(id, parameters))", "self.ids = [*map(id, parameters)]; self.held = parameters", "unit/step"),
+        ("self.ids = list(map(id, parameters))", "self.ids, self.of = [*map(id, parameters)], parameters", "unit/step"),
         ("all(map(call, compress(self._matchers, here), compress(local, here)))", "not all(here)"),
         ("known = known and layout.backend is not None", "pass"),
         ("        self._match_all = None  # its forms", "        # its forms"),
