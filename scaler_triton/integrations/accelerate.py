@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import scaler_triton
 from scaler_triton import GradScaler, StepGuard
-from scaler_triton.integrations import versions
-from scaler_triton.integrations.unscaled import Unscaled, clip_again, unscale_once, updating_guard
+from scaler_triton.integrations import updates, versions
+from scaler_triton.integrations.unscaled import Unscaled, clip_again, unscale_once
 from scaler_triton.step import parameters_of
 
 _ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
@@ -40,8 +40,9 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> GradScaler:
                                                 unless a subclass of `Accelerator` has its own
         optimizer.step_was_skipped              is scaler.was_skipped(optimizer), fused or not
 
-    and saving or loading a checkpoint does not step the scaler. On a CPU, where Accelerate ignores
-    `mixed_precision="fp16"`, this also turns autocast on. May be called again: without `settings` the scaler stays.
+    the scale is updated once for each loss, however many optimizers are stepped on it, and saving or loading a
+    checkpoint does not step the scaler. On a CPU, where Accelerate ignores `mixed_precision="fp16"`, this also turns
+    autocast on. May be called again: without `settings` the scaler stays.
 
     Args:
         accelerator: with `mixed_precision="fp16"`, nothing prepared yet; changed. A Trainer's is `trainer.accelerator`.
@@ -117,8 +118,7 @@ class _AcceleratedOptimizer(_Original):  # type: ignore[misc]
         if not getattr(self.optimizer, "state", None) and _is_called_from(_STATE_MAKER):
             self.optimizer.step()
             return
-        with updating_guard(self.scaler):
-            super().step(closure)
+        updates.step(self.scaler, self.optimizer, closure)
         self._answer = None
 
     @property
@@ -185,6 +185,7 @@ def _prepare_optimizer(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     """`Accelerator.prepare_optimizer` with our wrapper; a step that was interrupted is forgotten."""
     optimizer = type(accelerator).prepare_optimizer(accelerator, *args, **kwargs)
     optimizer.__class__ = _AcceleratedOptimizer
+    updates.finish(accelerator.scaler)
     # In every run the Trainer prepares its optimizer or a new one, also after a run that was interrupted in a step.
     accelerator.scaler._ours.steps.reset(parameters_of(optimizer))
     return optimizer
@@ -195,21 +196,25 @@ def _backward(accelerator: Any, loss: Any, **kwargs: Any) -> None:
 
     A later clipping of another part of the model could not detect that.
     """
+    updates.begin(accelerator.scaler, accelerator._optimizers)
     unscaled = Unscaled(accelerator.scaler)
     type(accelerator).backward(accelerator, loss, **kwargs)
     unscaled.refuse_changes()
 
 
 def _unscale_gradients(accelerator: Any, optimizer: Any = None) -> None:
-    """`Accelerator.unscale_gradients`, after which optimizers still know whether their last step was skipped."""
-    given = accelerator._optimizers if optimizer is None else optimizer
+    """`Accelerator.unscale_gradients`, after which optimizers still know whether their last step was skipped.
+
+    Those that have been stepped or unscaled on this loss are left out of "all" once one has been stepped.
+    """
+    given = updates.left_to_unscale(accelerator.scaler, accelerator._optimizers) if optimizer is None else optimizer
     several = given if isinstance(given, (list, tuple)) else [given]
     for one in several:
         if isinstance(one, _AcceleratedOptimizer):
             one.keep_answer()
     if isinstance(accelerator.scaler, StepGuard):  # Accelerate's own does nothing unless it is fp16
         unscale_once(accelerator.scaler, *several)
-    type(accelerator).unscale_gradients(accelerator, optimizer)
+    type(accelerator).unscale_gradients(accelerator, several)
 
 
 def _clip_grad_norm(accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 
 import scaler_triton
 from scaler_triton import GradScaler, StepGuard
-from scaler_triton.integrations import versions
-from scaler_triton.integrations.unscaled import Unscaled, clip_again, unscale_once, updating_guard
+from scaler_triton.integrations import updates, versions
+from scaler_triton.integrations.unscaled import Unscaled, clip_again, unscale_once
 
 # Where a Trainer or a Fabric comes from -> its package on PyPI, and where its plugins are.
 _SOURCES = {
@@ -32,8 +32,9 @@ def mixed_precision(framework: type, scaler: GradScaler | None = None, *, device
         fabric = Fabric(accelerator="gpu", plugins=mixed_precision(Fabric))
 
     Takes the place of `precision="16-mixed"`, for one device, DDP and ModelParallelStrategy (FSDP2, tensor parallel).
-    Gradients are unscaled before `on_before_optimizer_step`, a fused optimizer's too. In a checkpoint the scaler's
-    state has Lightning's own key: the plugins read each other's.
+    Gradients are unscaled before `on_before_optimizer_step`, a fused optimizer's too. The scale is updated once for
+    each loss, however many optimizers are stepped on it. In a checkpoint the scaler's state has Lightning's own key:
+    the plugins read each other's.
 
     Args:
         framework: the `Trainer` or `Fabric` that will get it: of lightning or of pytorch_lightning, or a subclass.
@@ -108,6 +109,11 @@ class _Plugin:
         super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]  # Fabric's scales the loss
         unscaled.refuse_changes()
 
+    def teardown(self) -> None:
+        """End a run, also one that was interrupted."""
+        updates.finish(self.scaler)
+        super().teardown()  # type: ignore[misc]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by Lightning's class, for launchers that spawn: our class is created at run time."""
         return _restored, self._theirs, self.__dict__
@@ -117,13 +123,6 @@ class _Guarded:
     """A guard's part in Lightning's plugins, most of which know of no scaler; between them and `_Plugin`."""
 
     scaler: Any
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step by the guard, which raises if there is a closure."""
-        with updating_guard(self.scaler):
-            result = self.scaler.step(optimizer, **kwargs)
-        self.scaler.update()
-        return result
 
     def state_dict(self) -> dict[str, Any]:
         """Return the guard's state, for checkpoints."""
@@ -150,10 +149,11 @@ class _TrainerPlugin(_Plugin):
     def teardown(self) -> None:
         """End a run; drop its model, as the plugin may be reused."""
         self._clip_model = None
-        super().teardown()  # type: ignore[misc]
+        super().teardown()
 
     def pre_backward(self, tensor: Any, module: Any) -> Any:
         """Scale the loss; first note which gradients are unscaled."""
+        updates.begin(self.scaler, module.trainer.strategy.optimizers)
         self._unscaled = Unscaled(self.scaler)
         return super().pre_backward(tensor, module)  # type: ignore[misc]
 
@@ -161,11 +161,12 @@ class _TrainerPlugin(_Plugin):
         """Run the closure, unscale, call the hooks, clip, step and update: Lightning's order for all optimizers."""
         is_guard = isinstance(self.scaler, StepGuard)  # hooks need not wait for it: it checks when it clips, or steps
         if isinstance(optimizer, torch.optim.LBFGS):
-            if is_guard and not self.scaler.is_enabled():  # as without a scaler
-                closure = functools.partial(self._wrap_closure, model, optimizer, closure)  # type: ignore[attr-defined]
-                return optimizer.step(closure=closure, **kwargs)  # type: ignore[no-untyped-call]
-            # It refuses.
-            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
+            if not is_guard:  # Lightning's own refuses it
+                return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
+            if self.scaler.is_enabled():
+                return updates.step(self.scaler, optimizer, closure=closure, **kwargs)  # the guard refuses it
+            closure = functools.partial(self._wrap_closure, model, optimizer, closure)  # type: ignore[attr-defined]
+            return optimizer.step(closure=closure, **kwargs)  # type: ignore[no-untyped-call]
         result = closure()
         no_backward = result is None and model.automatic_optimization
         if not (no_backward or is_guard):
@@ -177,11 +178,7 @@ class _TrainerPlugin(_Plugin):
             self._no_backward = False
         if no_backward:
             return result
-        if is_guard:
-            return super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
-        result = self.scaler.step(optimizer, **kwargs)
-        self.scaler.update()
-        return result
+        return updates.step(self.scaler, optimizer, **kwargs)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
         """Clip by norm or by value, after unscaling; also before `step` in manual optimization."""
@@ -203,7 +200,27 @@ class _TrainerPlugin(_Plugin):
 
 
 class _FabricPlugin(_Plugin):
-    """Fabric's plugin; its strategy clips afterwards."""
+    """Fabric's plugin; its strategy clips afterwards.
+
+    It is not told of optimizers before their first step, only of modules.
+    """
+
+    def convert_module(self, module: Any) -> Any:
+        """Set a module up."""
+        converted = super().convert_module(module)  # type: ignore[misc]
+        updates.expect(self.scaler, converted)
+        return converted
+
+    def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Scale the loss and run backward."""
+        updates.begin(self.scaler)
+        super().backward(tensor, model, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step by the scaler, then update; a guard raises if there is a closure."""
+        if isinstance(optimizer, torch.optim.LBFGS) and not isinstance(self.scaler, StepGuard):  # refused
+            return super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
+        return updates.step(self.scaler, optimizer, **kwargs)
 
     def unscale_gradients(self, optimizer: Any) -> None:
         """Unscale once per step, a fused optimizer's gradients, too."""

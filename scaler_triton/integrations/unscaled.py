@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -59,18 +58,6 @@ def clip_again(
     finally:
         if error is not None:
             raise error
-
-
-@contextmanager
-def updating_guard(scaler: Any) -> Iterator[None]:
-    """Update a guard if a framework's step raises before its own update, as ranks whose step does not raise update."""
-    try:
-        yield
-    except Exception:
-        if scaler is not None and scaler._ours.guard is not None:
-            with suppress(Exception):  # the first error is more important
-                scaler.update()
-        raise
 
 
 class Unscaled:

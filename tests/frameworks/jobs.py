@@ -22,6 +22,10 @@ FUSED = ["adamw", "adamw-fused"]
 GUARD = {"spike_sigma": 30.0, "window": 4}  # looks for spikes from the third norm on
 SPIKE = 1000.0  # times a batch: so large is its loss then, too
 
+# By what two layers' parts of each of four losses are multiplied; a bad part has infinite gradients.
+GOOD_PARTS = [(1.0, 0.5), (0.75, 2.0), (1.5, 1.0), (0.5, 0.25)]
+BAD_PARTS = {"none": (), "first": (0,), "second": (1,), "both": (0, 1)}
+
 # Warnings of others, as message and category; every other one is an error, here as in the ranks.
 WARNINGS = [
     (".* is installed. scaler_triton was tested with", "UserWarning"),  # the tests find out whether it works
@@ -83,6 +87,15 @@ def guarded_batches(bad: int, factor: float, steps: int = STEPS) -> list[Tensor]
     """Return fp32 batches, the bad one times a factor: infinite, or `SPIKE`."""
     made = [batch.float() for batch in batches(bad=(), steps=steps)]
     return [batch * factor if step == bad else batch for step, batch in enumerate(made)]
+
+
+def parts_of_losses(bad: str) -> list[list[float]]:
+    """Return what the layers' parts of each loss are multiplied by; the first and the third are bad."""
+    which = BAD_PARTS[bad]
+    return [
+        [math.inf if number % 2 == 0 and part in which else factor for part, factor in enumerate(factors)]
+        for number, factors in enumerate(GOOD_PARTS)
+    ]
 
 
 def shard(net: nn.Module, mesh: Any) -> nn.Module:

@@ -26,7 +26,7 @@ from accelerate.optimizer import AcceleratedOptimizer as Original
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradScalerKwargs
 from accelerate.utils.modeling import get_grad_scaler
-from ranks.cases import CollectiveCounter, new_optimizer
+from ranks.cases import CollectiveCounter, new_optimizer, values_of
 
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, patch_torch
 from scaler_triton.integrations import accelerate as integration
@@ -231,7 +231,6 @@ def test_clips_a_single_tensor_by_any_norm_and_leaves_what_no_optimizer_holds_to
 
 @pytest.mark.parametrize("order", ["together", "in turn", "backward in turn"])
 def test_several_optimizers_are_clipped_then_stepped_in_turn(order):
-    """Each is divided once, though the first one's step has updated the scale."""
     accelerator, *layers, one, other = ready("SGD", 2, settings={"growth_interval": 1})
     if order != "backward in turn":
         backward(accelerator, *layers)
@@ -286,12 +285,153 @@ def test_an_optimizer_that_is_prepared_after_an_interruption_begins_a_new_step(w
     assert (scaler.stats().updates, scaler.stats().skipped) == (1, 0)
 
 
+# Several optimizers, one loss.
+
+X = torch.tensor([[3.0, 4.0]])
+TWO = pytest.mark.parametrize(("name", "fused"), [(name, each) for name in ("SGD", "AdamW") for each in (False, True)])
+
+
+def record(scaler: GradScaler, layers: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """Return the scaler's numbers, from its state, and the weights."""
+    state, stats = scaler.state_dict(), scaler.stats()
+    return state["scale"], state["_growth_tracker"], stats.updates, stats.skipped, jobs.whole(*layers).tolist()
+
+
+def in_a_bare_loop(bad: str, name: str, clip: str, interval: int, **options: Any) -> list[tuple[Any, ...]]:
+    """Step both optimizers, then update once."""
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=interval)
+    layers = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    for layer in layers:
+        nn.init.constant_(layer.weight, 8.0)
+    optimizers = [getattr(torch.optim, name)(layer.parameters(), lr=0.5, **options) for layer in layers]
+    trace = []
+    for factors in jobs.parts_of_losses(bad):
+        with torch.autocast("cpu", torch.float16):
+            parts = [layer(X) * factor for layer, factor in zip(layers, factors, strict=True)]
+        scaler.scale(sum(part.float().sum() for part in parts)).backward()
+        if clip == "together":
+            scaler.clip_grad_norm_(optimizers, 1.0)
+        for optimizer, layer in zip(optimizers, layers, strict=True):
+            if clip == "in turn":
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            elif clip == "by value":
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_value_(layer.parameters(), 2.0)
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        trace.append(record(scaler, layers))
+    return trace
+
+
+def alone(factors: Iterable[float], name: str, **options: Any) -> list[float]:
+    """Train a layer by the gradients themselves, without a scaler; leave out the infinite ones."""
+    weight = nn.Parameter(torch.full((1, 2), 8.0))
+    optimizer = getattr(torch.optim, name)([weight], lr=0.5, **options)
+    for factor in factors:
+        if factor != INF:
+            weight.grad = X * factor
+            optimizer.step()
+    return weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("clip", ["", "together", "in turn", "by value"])
+@TWO
+@pytest.mark.parametrize("bad", jobs.BAD_PARTS)
+def test_all_optimizers_step_by_the_scale_of_their_loss_which_is_updated_once(bad, name, fused, clip, interval):
+    accelerator, *layers, one, other = ready(name, 2, settings={"growth_interval": interval}, fused=fused)
+    scaler, trace, expected = accelerator.scaler, [], in_a_bare_loop(bad, name, clip, interval, fused=fused)
+    for factors in jobs.parts_of_losses(bad):
+        both = [p for layer in layers for p in layer.parameters()]
+        accelerator.backward(sum((layer(X) * each).sum() for layer, each in zip(layers, factors, strict=True)))
+        if clip == "together":
+            accelerator.clip_grad_norm_(both, 1.0)
+        for optimizer, layer in ((one, layers[0]), (other, layers[1])):
+            if clip == "in turn":
+                accelerator.clip_grad_norm_(layer.parameters(), 1.0)
+            elif clip == "by value":
+                accelerator.clip_grad_value_(layer.parameters(), 2.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        infinite = [factor == INF for factor in factors]
+        skipped = [any(infinite)] * 2 if clip == "together" else infinite
+        assert [one.step_was_skipped, other.step_was_skipped] == skipped
+        assert scaler.get_scale() == expected[len(trace)][0]  # the last one's step has updated it
+        trace.append(record(scaler, layers))
+    assert trace == expected
+    assert trace[-1][2] == len(trace)
+    if not clip:
+        parts = zip(*jobs.parts_of_losses(bad), strict=True)
+        assert trace[-1][-1] == [number for factors in parts for number in alone(factors, name, fused=fused)]
+
+
+@PLAIN_AND_FUSED
+@pytest.mark.parametrize("bad", ["none", "first", "second"])
+def test_a_gan_whose_second_loss_leaves_gradients_in_both_is_updated_for_each_loss(bad, options):
+    """As by a loop that updates after each optimizer's step; each loss is scaled by the same."""
+    accelerator, *layers, judge, generator = ready("AdamW", 2, settings={"growth_interval": 1}, **options)
+    scaler, scales, expected = accelerator.scaler, [], []
+    scale = 8.0
+    for factors in jobs.parts_of_losses(bad):
+        for number, optimizer in enumerate((judge, generator)):
+            optimizer.zero_grad()
+            loss = sum(layer(X).sum() for layer in layers) * factors[number]
+            with mock.patch.object(GradScaler, "scale", autospec=True, side_effect=GradScaler.scale) as spy:
+                accelerator.backward(loss)
+            scales.append(spy.call_args.args[0].get_scale())
+            optimizer.step()
+            expected.append(scale)
+            assert optimizer.step_was_skipped == (factors[number] == INF)
+            scale *= 0.5 if factors[number] == INF else 2.0
+    assert scales == expected
+    assert (scaler.state_dict()["scale"], scaler.stats().updates) == (scale, len(expected))
+
+
+def test_an_update_that_waits_is_in_what_is_saved_and_not_lost_when_optimizers_are_prepared(tmp_path):
+    accelerator, *layers, one, other = ready("SGD", 2, settings={"growth_interval": 1})
+    backward(accelerator, *layers)
+    one.step()
+    accelerator.save_state(str(tmp_path))
+    assert torch.load(tmp_path / "scaler.pt")["scale"] == 16.0
+    backward(accelerator, *layers)
+    other.step()
+    assert pickle.loads(pickle.dumps(accelerator)).scaler.stats().updates == 2
+    backward(accelerator, *layers)
+    one.step()
+    accelerator.prepare(torch.optim.SGD(layers[0].parameters(), lr=0.5))
+    assert accelerator.scaler.stats().updates == 3
+
+
+def test_with_accumulation_the_steps_of_all_are_updated_for_once():
+    accelerator = new_accelerator(gradient_accumulation_steps=2)
+    use_scaler_triton(accelerator, growth_interval=1)
+    *layers, one, other = prepare(accelerator, layers=2)
+    for number in range(1, 5):
+        with accelerator.accumulate(*layers):
+            backward(accelerator, *layers)
+            for optimizer in (one, other):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert accelerator.scaler.stats().updates == number // 2
+    assert [layer.weight.tolist() for layer in layers] == [[[8.0 - 3.0, 8.0 - 4.0]]] * 2
+
+
+def test_an_optimizer_of_a_run_that_is_over_is_not_waited_for():
+    accelerator, layer, kept = ready()
+    accelerator.free_memory()
+    layer, optimizer = prepare(accelerator)
+    backward(accelerator, layer)
+    optimizer.step()
+    assert (accelerator.scaler.stats().updates, kept.step_was_skipped) == (1, False)
+
+
 # A guard, where Accelerate has no scaler.
 
 
 @PLAIN_AND_FUSED
 def test_a_guard_takes_one_decision_on_optimizers_that_are_clipped_together(options):
-    """Each one's step updates: the other must not be checked again by its clipped gradients."""
+    """Where the other's step is left out, the update comes with the next loss."""
     accelerator, *layers, one, other = ready("SGD", 2, precision="bf16", **options)
     backward(accelerator, *layers)
     norm_of(accelerator, *layers)
@@ -307,7 +447,7 @@ def test_a_guard_takes_one_decision_on_optimizers_that_are_clipped_together(opti
             assert optimizer.step_was_skipped == skipped
             optimizer.zero_grad()
         assert torch.equal(jobs.whole(other_layer), before) == skipped
-    assert (accelerator.scaler.stats().updates, accelerator.scaler.stats().skipped) == (7, 2)
+    assert (accelerator.scaler.stats().updates, accelerator.scaler.stats().skipped) == (4, 1)  # once a loss
 
 
 @pytest.mark.parametrize("bad", [INF, 1e6])
@@ -322,7 +462,7 @@ def test_a_guard_remembers_what_clipping_by_value_hides_over_the_step_of_another
             optimizer.step()
             optimizer.zero_grad()
         assert (one.step_was_skipped, other.step_was_skipped) == (False, skipped)
-    assert guard.stats().skipped == 2  # in the updates of both
+    assert (guard.stats().updates, guard.stats().skipped) == (3, 1)
 
 
 def test_a_guard_sees_what_clipping_by_value_hides_clips_again_and_refuses_what_it_cannot_check():
@@ -507,6 +647,52 @@ def test_resumes_to_the_bit(two, tmp_path, sharding, name, trained, first_ours):
         assert loaded == saved
         assert resumed["skipped"] == [False, True, False, False]
         assert [resumed[what] for what in KEPT] == [straight[what] for what in KEPT]
+
+
+def train_two(rank: int, sharding: str, name: str, *, bare: bool) -> tuple[Report, bool]:
+    """Train by two optimizers, of which one holds only a bias, through Accelerate or as a bare loop does.
+
+    Returns: a report, and whether this rank has never held a gradient of the second one's.
+    """
+    with launched(rank):
+        accelerator = new_accelerator(sharding)
+        scaler = use_scaler_triton(accelerator, growth_interval=1)
+        net = jobs.new_net()
+        small = [net.down.bias]
+        optimizers = [new_optimizer(name, [p for p in net.parameters() if p is not net.down.bias])]
+        optimizers.append(new_optimizer(name, small))
+        model, *optimizers = accelerator.prepare(net, *optimizers)
+        report, held_none = defaultdict(list), True
+        for step in range(STEPS):
+            x = torch.randn(jobs.BATCH, jobs.WIDTH, generator=torch.Generator().manual_seed(step))
+            accelerator.backward(jobs.loss_of(model, x.chunk(2)[rank]))
+            gradients = [p.grad for p in optimizers[1].param_groups[0]["params"] if p.grad is not None]
+            held_none &= not any(values_of(gradient).numel() for gradient in gradients)
+            if step in BAD_STEPS and (rank == 1 or sharding == "ddp"):
+                jobs.overflow(optimizers[step == BAD_STEPS[1]].param_groups[0]["params"])
+            for optimizer in optimizers:
+                scaler.step(optimizer.optimizer) if bare else optimizer.step()
+                if rank == 0:
+                    scaler.get_scale()  # as for a logger
+            if bare:
+                scaler.update()
+            for optimizer in optimizers:
+                report["skipped"].append(scaler.was_skipped(optimizer.optimizer))
+                optimizer.zero_grad()
+            report["numbers"].append((scaler.get_scale(), scaler.stats().updates, scaler.stats().skipped))
+        report["digests"] = jobs.digests(model)
+        return report, held_none
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp1", "fsdp2"])
+def test_ranks_update_together_though_one_holds_no_gradient_of_the_second_optimizer(two, sharding, name):
+    expected = two(train_two, sharding, name, bare=True)
+    assert [held_none for _, held_none in expected] == [sharding == "fsdp1", False]
+    assert two(train_two, sharding, name, bare=False) == expected
+    report = expected[0][0]
+    assert report["skipped"] == [each for step in range(STEPS) for each in ((step == 1, step == 4))]
+    assert report["numbers"][-1] == (8.0 * 2.0**4 / 2.0**2, STEPS, 2)
 
 
 def train_guarded_on(rank: int, sharding: str, name: str) -> tuple[Report, list[str], int]:

@@ -243,7 +243,7 @@ def test_a_plugin_can_be_copied_and_pickled_and_keeps_no_model() -> None:
 
 
 def test_a_disabled_scaler_clips_too() -> None:
-    module = module_of("sgd", batches(bad=()), on_train_batch_end=lambda *arguments: None)
+    module = module_of("sgd", batches(bad=()))
     before = whole(module.net)
     fit(plugin(scaler=GradScaler("cpu", enabled=False)), module, gradient_clip_val=0.001)
     moved = (whole(module.net) - before).norm().item()
@@ -310,6 +310,210 @@ def test_a_plugin_for_a_guard_refuses_what_is_none() -> None:
         lightning.step_guard_precision(cls, GradScaler("cpu"), device="cpu")
     with pytest.raises(TypeError, match="scaler must be a GradScaler or ShardedGradScaler of scaler_triton"):
         lightning.mixed_precision(cls, StepGuard("cpu"), device="cpu")
+
+
+# Several optimizers, one loss.
+
+X = torch.tensor([[3.0, 4.0]])
+Numbers = list[tuple[Any, ...]]
+
+
+class Pair(nn.Module):
+    """Two layers whose parts of a loss are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 1, bias=False) for _ in range(2))
+        for layer in self.layers:
+            nn.init.constant_(layer.weight, 8.0)
+
+    def forward(self, factors: Sequence[float]) -> Tensor:
+        x = X.to(self.layers[0].weight.dtype)
+        outputs = [layer(x) * factor for layer, factor in zip(self.layers, factors, strict=True)]
+        return torch.stack([output.float().sum() for output in outputs]).sum()
+
+    def optimizers(self, name: str) -> list[torch.optim.Optimizer]:
+        return [new_optimizer(name, layer.parameters()) for layer in self.layers]
+
+
+def numbers_of(scaler: Any, pair: nn.Module) -> tuple[Any, ...]:
+    stats = scaler.stats()
+    return scaler.get_scale(), scaler._get_growth_tracker(), stats.updates, stats.skipped, whole(pair).tolist()
+
+
+def in_a_bare_loop(bad: str, name: str, clip: str) -> Numbers:
+    """Step both optimizers, then update once."""
+    scaler, pair, trace = GradScaler("cpu", init_scale=8.0, growth_interval=1), Pair(), []
+    optimizers = pair.optimizers(name)
+    for factors in jobs.parts_of_losses(bad):
+        with torch.autocast("cpu", torch.float16):
+            loss = pair(factors)
+        scaler.scale(loss).backward()
+        for optimizer in optimizers if clip else ():
+            scaler.unscale_(optimizer)
+            if clip == "max_norm":
+                scaler.clip_grad_norm_(optimizer, 1.0, parameters=optimizer.param_groups[0]["params"])
+            else:
+                nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 1.0)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        trace.append(numbers_of(scaler, pair))
+    return trace
+
+
+def by_hand(pair: Pair, name: str, losses: Any, step: Any) -> Any:
+    """Make a LightningModule with a manual optimization, which is `step(module, factors, *optimizers)`."""
+
+    def training_step(module: Any, number: Tensor, index: int) -> None:
+        step(module, losses[index], *module.optimizers())
+
+    def configure_optimizers(module: Any) -> Any:
+        return pair.optimizers(name)
+
+    def on_train_batch_end(*arguments: Any) -> None:
+        pass
+
+    methods = {each.__name__: each for each in (training_step, configure_optimizers, on_train_batch_end)}
+    module = module_of(name, torch.arange(len(losses)), **methods)
+    module.net, module.automatic_optimization = pair, False
+    return module
+
+
+def by_the_trainer(bad: str, name: str, clip: str, in_turn: bool) -> Numbers:
+    scaler, pair, trace = GradScaler("cpu", init_scale=8.0, growth_interval=1), Pair(), []
+    algorithm = "norm" if clip == "max_norm" else "value"
+
+    def step(module: Any, factors: Sequence[float], *optimizers: Any) -> None:
+        module.manual_backward(module.net(factors))
+        for each in optimizers if clip and not in_turn else ():
+            module.clip_gradients(each, 1.0, algorithm)
+        for optimizer in optimizers:
+            if clip and in_turn:
+                module.clip_gradients(optimizer, 1.0, algorithm)
+            optimizer.step()
+            optimizer.zero_grad()
+        trace.append(numbers_of(scaler, pair))
+
+    fit(plugin(scaler=scaler), by_hand(pair, name, jobs.parts_of_losses(bad), step))
+    return trace
+
+
+def by_fabric(bad: str, name: str, clip: str, in_turn: bool) -> Numbers:
+    """Its plugin knows the second optimizer only once it has stepped, but the layers from the start."""
+    scaler, pair, trace = GradScaler("cpu", init_scale=8.0, growth_interval=1), Pair(), []
+    fabric = space("Fabric").cls(**ONE, plugins=plugin("Fabric", scaler))
+    net, *optimizers = fabric.setup(pair, *pair.optimizers(name))
+    options = {clip: 1.0, **({"error_if_nonfinite": False} if clip == "max_norm" else {})}
+    for factors in jobs.parts_of_losses(bad):
+        fabric.backward(net(factors))
+        layers = [*zip(pair.layers, optimizers, strict=True)]
+        for layer, optimizer in layers if clip and not in_turn else ():
+            fabric.clip_gradients(layer, optimizer, **options)
+        for layer, optimizer in layers:
+            if clip and in_turn:
+                fabric.clip_gradients(layer, optimizer, **options)
+            optimizer.step()
+            optimizer.zero_grad()
+        trace.append(numbers_of(scaler, pair))
+    return trace
+
+
+@pytest.mark.parametrize("run", [by_the_trainer, by_fabric])
+@pytest.mark.parametrize(
+    ("clip", "in_turn"), [("", False), *((clip, each) for clip in ("max_norm", "clip_val") for each in (False, True))]
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-fused", *FUSED])
+@pytest.mark.parametrize("bad", jobs.BAD_PARTS)
+def test_all_optimizers_step_by_the_scale_of_their_loss_which_is_updated_once(
+    bad: str, optimizer: str, clip: str, in_turn: bool, run: Any
+) -> None:
+    mine, bare = run(bad, optimizer, clip, in_turn), in_a_bare_loop(bad, optimizer, clip)
+    assert [numbers[:-1] for numbers in mine] == [numbers[:-1] for numbers in bare]
+    assert [numbers[2] for numbers in mine] == [1, 2, 3, 4]
+    if (run, clip) == (by_fabric, "max_norm"):  # by torch, whose norm is in fp32
+        assert mine[-1][-1] == pytest.approx(bare[-1][-1], rel=2.0**-22)
+    else:
+        assert mine == bare
+
+
+@pytest.mark.parametrize("toggles", [False, True])
+@pytest.mark.parametrize("optimizer", FUSED)
+@pytest.mark.parametrize("bad", ["none", "first", "second"])
+def test_a_gan_is_updated_for_each_loss_at_once_if_it_toggles(bad: str, optimizer: str, toggles: bool) -> None:
+    """If not, before the next loss, as the other optimizer might be stepped on this one, too."""
+    scaler, pair = GradScaler("cpu", init_scale=8.0, growth_interval=1), Pair()
+    scales, seen, expected, scale = [], [], [], 8.0
+
+    def step(module: Any, factors: Sequence[float], *optimizers: Any) -> None:
+        for number, each in enumerate(optimizers):
+            if toggles:
+                module.toggle_optimizer(each)
+            each.zero_grad()
+            module.manual_backward(module.net([factors[number]] * 2))
+            scales.append(scaler.get_scale())
+            each.step()
+            seen.append(scaler.get_scale())
+            if toggles:
+                module.untoggle_optimizer(each)
+
+    losses = jobs.parts_of_losses(bad)
+    module = by_hand(pair, optimizer, losses, step)
+    fit(plugin(scaler=scaler), module)
+    for factor in (each for factors in losses for each in factors):
+        expected.append(scale)
+        scale *= 0.5 if factor == torch.inf else 2.0
+    assert scales == expected
+    assert seen == ([*expected[1:], scale] if toggles else expected)
+    assert (scaler.get_scale(), scaler.stats().updates) == (scale, len(expected))  # the last one: at the end of the run
+
+
+@KINDS
+@pytest.mark.parametrize("precision", GUARDED)
+def test_a_guard_counts_a_loss_of_several_optimizers_once(kind: str, precision: str) -> None:
+    made, pair = guard_plugin(kind, precision), Pair()
+    losses = jobs.parts_of_losses("second")
+    if kind == "Trainer":
+
+        def step(module: Any, factors: Sequence[float], *optimizers: Any) -> None:
+            module.manual_backward(module.net(factors))
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+
+        fit(made, by_hand(pair, "sgd", losses, step))
+    else:
+        fabric = space("Fabric").cls(**ONE, plugins=made)
+        net, *optimizers = fabric.setup(pair, *pair.optimizers("sgd"))
+        for factors in losses:
+            fabric.backward(net(factors))
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+    assert (made.scaler.stats().updates, made.scaler.stats().skipped) == (4, 2)
+    assert whole(pair).isfinite().all()
+
+
+def test_an_update_that_waits_is_in_the_checkpoint(tmp_path: Path) -> None:
+    scaler, pair = GradScaler("cpu", init_scale=8.0, growth_interval=1), Pair()
+
+    def step(module: Any, factors: Sequence[float], one: Any, other: Any) -> None:
+        module.manual_backward(module.net(factors))
+        one.step()
+        module.trainer.save_checkpoint(tmp_path / "run.ckpt")
+
+    fit(plugin(scaler=scaler), by_hand(pair, "sgd", [(1.0, 1.0)], step))
+    assert torch.load(tmp_path / "run.ckpt", weights_only=False)["MixedPrecision"]["scale"] == 16.0
+    assert scaler.stats().updates == 1
+    fabric_scaler, pair = GradScaler("cpu", init_scale=8.0, growth_interval=1), Pair()
+    fabric = space("Fabric").cls(**ONE, plugins=plugin("Fabric", fabric_scaler))
+    net, one, _ = fabric.setup(pair, *pair.optimizers("sgd"))
+    fabric.backward(net((1.0, 1.0)))
+    one.step()
+    assert fabric_scaler.get_scale() == 8.0
+    fabric.save(tmp_path / "fabric.ckpt", {"scaler": fabric_scaler})
+    assert fabric.load(tmp_path / "fabric.ckpt")["scaler"]["scale"] == 16.0
 
 
 # Ranks, one of which overflows.

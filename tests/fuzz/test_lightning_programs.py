@@ -114,7 +114,8 @@ class Trace:
         assert weights.isfinite().all()
         rates = [each.param_groups[0]["lr"] for each in optimizers]
         steps = [float(state.get("step", 0)) for each in optimizers for state in each.state.values()]  # as AdamW counts
-        self.batches.append((scaler.get_scale(), scaler._get_growth_tracker(), rates, steps, weights.tolist()))
+        state = scaler.state_dict()  # which an update that waits for other optimizers is in
+        self.batches.append((state["scale"], state["_growth_tracker"], rates, steps, weights.tolist()))
 
     def see(self, net: Net) -> None:
         gradient = net.layers[0].weight.grad
@@ -151,7 +152,7 @@ class Loop:
         return self.net.loss(self.net(batch), target)
 
     def finish(self, one: Any, *others: Any) -> None:
-        """Clip and step optimizers."""
+        """Clip and step optimizers, then update once."""
         for optimizer in (one, *others):
             self.clip(optimizer)
         self.step(one)
@@ -159,6 +160,7 @@ class Loop:
             if self.program.again:
                 self.clip(optimizer)
             self.step(optimizer)
+        self.update()
 
 
 class ByHand(Loop):
@@ -196,6 +198,8 @@ class ByHand(Loop):
 
     def step(self, optimizer: Any) -> None:
         self.scaler.step(optimizer)
+
+    def update(self) -> None:
         self.scaler.update()
 
     def clip(self, optimizer: Any) -> None:
@@ -295,6 +299,9 @@ class ManualLoop(Loop):
     def step(self, optimizer: Any) -> None:
         optimizer.step()
         torch.clear_autocast_cache()  # Lightning 2.5 keeps the weights that were cast before this step
+
+    def update(self) -> None:
+        """Leave it to the plugin."""
 
 
 @pytest.mark.parametrize("chunk", chunks(in_ci=70, share=0.1), ids=str)

@@ -104,30 +104,33 @@ def test_fsdp(case: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-def test_nobody_waits_who_does_not_ask_accelerate() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_nobody_waits_who_does_not_ask_accelerate(count: int) -> None:
     pytest.importorskip("accelerate")
     import test_accelerate as cases
 
     cases.forget()
     accelerator = cases.new_accelerator(cpu=False)
     scaler = cases.use_scaler_triton(accelerator)
-    layer, optimizer = cases.prepare(accelerator, "AdamW", fused=True)
+    made = cases.prepare(accelerator, "AdamW", layers=count, fused=True)
+    layers, optimizers = made[:count], made[count:]
     batch = torch.tensor([[3.0, 4.0]], device="cuda")
 
     def step(value: float) -> None:
-        accelerator.backward((layer(batch) * value).float().sum())
-        accelerator.clip_grad_norm_(layer.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        accelerator.backward(sum((layer(batch) * value).float().sum() for layer in layers))
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            accelerator.clip_grad_norm_(layer.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
 
     for _ in range(2):  # compiles kernels, makes the optimizer's state and the scaler's tables
         step(1.0)
     with waits_raise():
         step(float("inf"))
-    assert optimizer.step_was_skipped
+    assert all(optimizer.step_was_skipped for optimizer in optimizers)
     step(1.0)
     assert not accelerator.optimizer_step_was_skipped
-    assert scaler.stats().skipped == 1
+    assert (scaler.stats().updates, scaler.stats().skipped) == (4, 1)
     cases.forget()
 
 
