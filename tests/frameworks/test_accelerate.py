@@ -229,6 +229,19 @@ def test_clips_a_single_tensor_by_any_norm_and_leaves_what_no_optimizer_holds_to
     assert float(accelerator.clip_grad_norm_([unheld], 1.0, norm_type)) == norm
 
 
+@PLAIN_AND_FUSED
+def test_a_hook_of_the_optimizer_is_told_whether_its_own_step_is_skipped(options):
+    """It runs while the optimizer steps, as an average does that lives in one; a plain one's runs in good steps only."""
+    accelerator, layer, optimizer = ready(**options)
+    seen = []
+    optimizer.optimizer.register_step_post_hook(lambda *_: seen.append(optimizer.step_was_skipped))
+    for value in (1.0, INF, 1.0):
+        backward(accelerator, layer, value=value)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == ([False, True, False] if options else [False, False])
+
+
 @pytest.mark.parametrize("order", ["together", "in turn", "backward in turn"])
 def test_several_optimizers_are_clipped_then_stepped_in_turn(order):
     accelerator, *layers, one, other = ready("SGD", 2, settings={"growth_interval": 1})
