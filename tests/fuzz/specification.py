@@ -230,6 +230,9 @@ class Specification(torch.amp.GradScaler):
             self._counters = dict(extras.get("counters", dict.fromkeys(COUNTERS, 0)))
             self._limits = {name: extras.get(name, limit) for name, limit in self._limits.items()}
             self._streaks, self._seen = [], {}
+            # Difference 24: torch keeps what was unscaled or stepped before.
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+            self._carried.clear()
 
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
         """Difference 6: it may be called again, and makes what is still missing."""
