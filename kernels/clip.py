@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from scaler_triton.kernels import abi
+from scaler_triton.kernels.chunks import find_body, find_edges, load_body, narrow, read_table, widen
 from scaler_triton.kernels.table import GradTable
-from scaler_triton.kernels.unscale import find_body, find_edges, load_body, narrow, read_table, widen
 
 _SQUARES, _OVERFLOWS, _FAILURES, _SCALES, _INVERSES = map(tl.constexpr, range(abi.TOTALS))
 _FLAG, _FAILED, _SCALE, _EXCESS = map(tl.constexpr, range(abi.STATUS))

@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from scaler_triton.kernels import abi, measure
+from scaler_triton.kernels.chunks import find_body, find_edges, load_body, mark, read_table, widen
 from scaler_triton.kernels.launch import Launch
 from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
-from scaler_triton.kernels.unscale import find_body, find_edges, load_body, mark, read_table, widen
 
 _SQUARES, _OVERFLOWS, _FAILURES, _SCALES, _INVERSES = map(tl.constexpr, range(abi.TOTALS))
 

@@ -181,7 +181,11 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "kernels/unscale.py": [
         ("acc += x * 0.0  # Inf * 0 is NaN, and NaN stays", "acc += x * 1.0"),
         ("inv = tl.div_rn(1.0, inv)", "inv = -inv"),
+    ],
+    "kernels/chunks.py": [
         ("(generation & (GENERATIONS - 1))", "0"),
+        ("(start == 0) & (tail - head < n_elements)", "tail - head < n_elements"),
+        ("tl.where(before, lane < head, offs < n_elements)", "offs < n_elements"),
     ],
     "kernels/norm.py": [
         ("if low | (total - total != 0):", "if total - total != 0:"),
@@ -212,7 +216,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "kernels/table.py": [
         ("if known is None or self._is_capturing():", "if known is None:"),
         ("            self._unused += self._known.values()", "            self._unused.extend(())"),
-        ("        self.launches.clear()\n", "", "unit/kernels/unscale"),
+        ("        self.launches.clear()\n", "", "unit/kernels/chunks"),
     ],
 }  # fmt: skip
 

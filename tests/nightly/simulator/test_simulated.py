@@ -11,7 +11,7 @@ import torch
 # The oldest, whose PTX has least, and what most tuning is for; `make simulate` takes all of them.
 TARGETS = os.environ.get("SIMULATE", "sm_70 sm_90").split()
 CASES = Path(__file__).parents[2] / "unit/kernels"
-NAMES = "table", "unscale", "norm", "clip", "measure", "update_scale", "spike"
+NAMES = "table", "chunks", "unscale", "norm", "clip", "measure", "update_scale", "spike"
 SUITE = ["test_traffic.py", *(str(CASES / f"test_{name}.py") for name in NAMES)]
 LEAST = 300  # tests in it
 

@@ -152,16 +152,6 @@ def test_a_tensor_past_int32_elements():
     long.assert_holds(cases.expected_unscale([long.before], cases.inverse_of(torch.tensor(3.0)))[0][0])
 
 
-def test_a_later_generation_replaces_the_mark_in_its_place():
-    grad = Guarded(torch.tensor([NAN, 1.0]))
-    table = cases.make_table([grad], torch.float32)
-    for generation, element, want in ((1, NAN, [0, 5, 0, 0]), (2, INF, [0, 5, 10, 0]), (5, INF, [0, 22, 10, 0])):
-        table.mark_with(torch.tensor([generation], dtype=torch.int32, device=DEVICE))
-        grad.tensor[0] = element
-        assert run_check(table) == 1
-        assert table.bits.tolist() == [want]
-
-
 @pytest.mark.parametrize("seed", range(150 if cases.NATIVE or cases.THOROUGH else 75))
 def test_any_tensors_and_any_factors(seed):
     """Infinite, zero and NaN factors never come from a healthy scaler, but the op is public."""
