@@ -76,20 +76,26 @@ mutants:
 	$(BIN)/python tests/nightly/mutants/run.py
 simulate:
 	CONFIGS=all SIMULATE="sm_70 sm_75 sm_80 sm_90 sm_100" $(PYTEST) tests/nightly/simulator
-test-frameworks: $(VENV)/ready out/peers/ready
-	HEAVY=1 $(PYTEST) tests/frameworks --ignore tests/frameworks/peers --durations=20
+test-frameworks: $(VENV)/ready out/peers/ready out/notebook/ready
+	HEAVY=1 $(PYTEST) tests/frameworks --ignore tests/frameworks/peers --ignore tests/frameworks/notebook --durations=20
 	HEAVY=1 PYTHONPATH=$(CURDIR)/out/peers $(PYTEST) tests/frameworks/peers
+	HEAVY=1 PYTHONPATH=$(CURDIR)/out/notebook/site-packages $(PYTEST) tests/frameworks/notebook
 # Not into the environment, where other frameworks would find them; and without what they ask for, which would be CUDA.
 out/peers/ready: tests/frameworks/peers/packages.txt
 	rm -rf out/peers
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target out/peers --requirement $<
+	touch $@
+# In a folder of that name: elsewhere dill, which names data sets for TRL, would take pyarrow for a module of the user's.
+out/notebook/ready: tests/frameworks/notebook/packages.txt
+	rm -rf out/notebook
+	$(BIN)/pip install --quiet --no-deps --target out/notebook/site-packages --requirement $<
 	touch $@
 test-oldest: # downloads some gigabytes: this torch comes with CUDA
 	$(PYTHON) -m venv out/oldest
 	out/oldest/bin/pip install -qc constraints-oldest.txt torch triton setuptools
 	out/oldest/bin/pip install -qc constraints-oldest.txt --no-build-isolation -e .[demo,frameworks] pytest pytest-xdist hypothesis
 	out/oldest/bin/python -m pytest $(SPREAD) tests --ignore tests/nightly --ignore tests/frameworks
-	HEAVY=1 out/oldest/bin/python -m pytest tests/frameworks --ignore tests/frameworks/peers
+	HEAVY=1 out/oldest/bin/python -m pytest tests/frameworks --ignore tests/frameworks/peers --ignore tests/frameworks/notebook
 
 gpu: # nothing is installed, and no part waits for another's success
 	status=0; for part in $(GPU_PARTS); do $(MAKE) $$part || status=1; done; exit $$status

@@ -1,41 +1,68 @@
-"""LoRA with adapters in bf16 over a base model in fp16, as on a T4: a small GPT-2, on numbers that count up.
+"""QLoRA in fp16 as on a T4: TRL's SFTTrainer, a tiny Llama in nf4 that is made here, adapters in bf16.
 
 TRL casts the adapters of a quantized model to bf16, whatever the GPU. Under fp16 autocast their gradients are bf16,
-which torch's scaler refuses on every GPU.
+which torch's scaler refuses on every GPU. `docs/notebooks/qlora_t4.ipynb` is this program, cell by cell.
 """
 
+import tempfile
+
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from trl import SFTConfig, SFTTrainer
 
 from scaler_triton.integrations.accelerate import use_scaler_triton
 
-torch.manual_seed(0)
-config = GPT2Config(
-    vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0
-)
-# A real one is `AutoModelForCausalLM.from_pretrained(name, quantization_config=BitsAndBytesConfig(load_in_4bit=True,
-# bnb_4bit_compute_dtype=torch.float16))`: fp16, as a T4 only emulates bf16.
-base = GPT2LMHeadModel(config).half()
-lora = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
-model = get_peft_model(base, lora)
-for parameter in model.parameters():
-    if parameter.requires_grad:
-        parameter.data = parameter.data.bfloat16()  # as TRL's trainers do
+name = tempfile.mkdtemp()
+words = [f"w{number}" for number in range(62)]
+vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", *words])}
+tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(name)
 
-rows = [(torch.arange(16) + start) % 64 for start in range(64)]
-arguments = TrainingArguments(
-    output_dir="adapters",
+torch.manual_seed(0)
+sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+LlamaForCausalLM(LlamaConfig(vocab_size=64, pad_token_id=0, eos_token_id=1, **sizes)).save_pretrained(name)
+
+in_nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)
+model = AutoModelForCausalLM.from_pretrained(name, quantization_config=in_nf4, dtype=torch.float16)
+
+rows = [{"text": " ".join(words[(start + place) % 62] for place in range(16))} for start in range(62)]
+arguments = SFTConfig(
+    output_dir=f"{name}/adapters",
     fp16=True,
     max_steps=20,
-    learning_rate=5e-2,
+    learning_rate=2e-2,
     per_device_train_batch_size=8,
-    logging_steps=10,
+    logging_steps=5,
     save_strategy="no",
     report_to=[],
 )
-trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
-scaler = use_scaler_triton(trainer.accelerator)  # the one line, before train()
+trainer = SFTTrainer(
+    model,
+    arguments,
+    train_dataset=Dataset.from_list(rows),
+    processing_class=AutoTokenizer.from_pretrained(name),
+    peft_config=LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear"),
+)
+
+scaler = use_scaler_triton(trainer.accelerator)
+
+print({parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad})
+print(type(trainer.accelerator.scaler))
 
 trainer.train()
-print(scaler.stats())
+
+stats = scaler.stats()
+print(stats)
+print([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+print(scaler.overflow_report(trainer.model) if stats.skipped else "no step was skipped")

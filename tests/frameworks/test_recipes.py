@@ -25,7 +25,6 @@ RECIPES: dict[str, tuple[int, str, list[str], set[str]]] = {
     "wait_for_step.py": (0, "torch", ["40 batches, 37 averaged; lr 0.008150"], set()),
     "with_accelerate.py": (0, "accelerate", ["step 3 was skipped", "updates=64, "], {"checkpoint"}),
     "trainer.py": (0, "transformers", ["ScalerStats(updates=20, "], {"counting"}),
-    "qlora_t4.py": (0, "peft", ["ScalerStats(updates=20, skipped=0"], {"adapters"}),
     "with_lightning.py": (0, "lightning", ["70 of 80 averaged; lr 0.005625", "The last skip"], set()),
     "with_fabric.py": (0, "lightning", ["The last skip"], set()),
     "verl_style.py": (RANKS, "torch", SKIPS, set()),
