@@ -7,6 +7,8 @@ if TYPE_CHECKING:
     from scaler_triton import ops
     from scaler_triton.auditing.running import audit
     from scaler_triton.grad_scaler import GradScaler
+    from scaler_triton.integrations.accelerate import use_scaler_triton, use_step_guard
+    from scaler_triton.integrations.lightning import fsdp_precision, mixed_precision, step_guard_precision
     from scaler_triton.patching import patch_torch, unpatch_torch
     from scaler_triton.sharded import ShardedGradScaler
     from scaler_triton.step_guard import StepGuard
@@ -21,9 +23,14 @@ __all__ = [
     "StepGuard",
     "__version__",
     "audit",
+    "fsdp_precision",
+    "mixed_precision",
     "ops",
     "patch_torch",
+    "step_guard_precision",
     "unpatch_torch",
+    "use_scaler_triton",
+    "use_step_guard",
 ]
 
 _HOMES = {
@@ -33,13 +40,29 @@ _HOMES = {
     "SkipStreakError": "update",
     "StepGuard": "step_guard",
     "audit": "auditing.running",
+    "fsdp_precision": "integrations.lightning",
+    "mixed_precision": "integrations.lightning",
     "patch_torch": "patching",
+    "step_guard_precision": "integrations.lightning",
     "unpatch_torch": "patching",
+    "use_scaler_triton": "integrations.accelerate",
+    "use_step_guard": "integrations.accelerate",
 }
+_FRAMEWORKS = ("accelerate",)  # which a module of ours imports
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _without(framework: str, name: str) -> Any:
+    """Return a function that raises: an error of the import would break `help` and `from scaler_triton import *`."""
+
+    def absent(*args: Any, **kwargs: Any) -> None:
+        raise ImportError(f"{name} needs {framework}, which is not installed here: pip install {framework}")
+
+    absent.__name__ = absent.__qualname__ = name
+    return absent
 
 
 if not TYPE_CHECKING:  # a type checker would let every misspelt name pass
@@ -49,5 +72,10 @@ if not TYPE_CHECKING:  # a type checker would let every misspelt name pass
         if name == "ops":
             return import_module("scaler_triton.ops")
         if name in _HOMES:
-            return getattr(import_module(f"scaler_triton.{_HOMES[name]}"), name)
+            try:
+                return getattr(import_module(f"scaler_triton.{_HOMES[name]}"), name)
+            except ModuleNotFoundError as error:
+                if error.name not in _FRAMEWORKS:
+                    raise
+                return _without(error.name, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

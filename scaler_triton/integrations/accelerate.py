@@ -28,7 +28,7 @@ _STATE_MAKER = "torch.distributed.checkpoint.state_dict"
 
 
 def use_scaler_triton(accelerator: Any, **settings: Any) -> GradScaler:
-    """Give an `Accelerator` a scaler of ours, before `prepare`.
+    """Give an `Accelerator`, or a Trainer, a scaler of ours, before `prepare`.
 
         accelerator = Accelerator(mixed_precision="fp16")
         use_scaler_triton(accelerator)
@@ -45,7 +45,8 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> GradScaler:
     autocast on. May be called again: without `settings` the scaler stays.
 
     Args:
-        accelerator: with `mixed_precision="fp16"`, nothing prepared yet; changed. A Trainer's is `trainer.accelerator`.
+        accelerator: with `mixed_precision="fp16"`, nothing prepared yet; changed. A Trainer's is taken from it, before
+            `train()`.
         settings: more arguments for the scaler, such as `min_scale=1.0`; they override `GradScalerKwargs`.
 
     Returns: the scaler, which is `accelerator.scaler` from now on.
@@ -53,6 +54,7 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> GradScaler:
     Raises: TypeError or ValueError naming what is wrong with `accelerator`; the scaler's own errors for `settings`.
         The accelerator is unchanged then.
     """
+    accelerator = getattr(accelerator, "accelerator", accelerator)
     _check(accelerator, "fp16")
     scaler = accelerator.scaler
     if settings or not isinstance(scaler, GradScaler):
@@ -137,8 +139,8 @@ class _AcceleratedOptimizer(_Original):  # type: ignore[misc]
 def _check(accelerator: Any, *precisions: str) -> None:
     """Raise if `accelerator` cannot be changed; warn if its version is none that was tested."""
     if not isinstance(accelerator, accelerate.Accelerator):
-        hint = "; pass its .accelerator" if hasattr(accelerator, "accelerator") else ""  # a Trainer
-        raise TypeError(f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}{hint}")
+        got = type(accelerator).__name__
+        raise TypeError(f"accelerator must be an accelerate.Accelerator, or a Trainer that has one, got {got}")
     if accelerator.distributed_type in _ELSEWHERE:
         kind = accelerator.distributed_type.value
         raise ValueError(f"accelerator must be of a distributed_type that leaves the step to Accelerate, got {kind}")

@@ -168,8 +168,8 @@ def with_deepspeed() -> Accelerator:
     [
         (use_scaler_triton, lambda: new_accelerator(mixed_precision="no"), {}, "'fp16', got 'no'$"),
         (use_scaler_triton, lambda: new_accelerator(mixed_precision="bf16"), {}, "'fp16', got 'bf16': bf16 needs no"),
-        (use_scaler_triton, lambda: nn.Linear(1, 1), {}, r"must be an accelerate\.Accelerator, got Linear$"),
-        (use_scaler_triton, lambda: SimpleNamespace(accelerator=1), {}, "got SimpleNamespace; pass its .accelerator"),
+        (use_scaler_triton, lambda: nn.Linear(1, 1), {}, r"accelerate\.Accelerator, or a Trainer .*, got Linear$"),
+        (use_scaler_triton, lambda: SimpleNamespace(accelerator=1), {}, "or a Trainer that has one, got int$"),
         (use_scaler_triton, with_deepspeed, {}, "distributed_type that leaves the step to Accelerate, got DEEPSPEED"),
         (use_scaler_triton, lambda: prepared(use_torch), {}, "must have prepared nothing yet, .*: SGD"),
         (use_scaler_triton, with_a_model, {}, "must have prepared nothing yet, .*: Linear"),
@@ -177,7 +177,7 @@ def with_deepspeed() -> Accelerator:
         (use_scaler_triton, new_accelerator, {"min_scale": -1.0}, "min_scale"),
         (use_step_guard, new_accelerator, {}, "'bf16' or mixed_precision='no', got 'fp16': fp16 needs a scale"),
         (use_step_guard, with_deepspeed, {}, "distributed_type that leaves the step to Accelerate, got DEEPSPEED"),
-        (use_step_guard, lambda: nn.Linear(1, 1), {}, "must be an accelerate.Accelerator, got Linear$"),
+        (use_step_guard, lambda: nn.Linear(1, 1), {}, r"accelerate\.Accelerator, or a Trainer .*, got Linear$"),
         (use_step_guard, lambda: new_accelerator(mixed_precision="no"), {"spike_sigma": 0.0}, "spike_sigma"),
     ],
 )

@@ -57,7 +57,11 @@ def new_trainer(folder: Path, *, ours: bool = True, seed: int = 0, sharded: bool
     if sharded:  # with FSDP1, which the real one has on GPUs only
         shard(1, whole=True)
         trainer.is_fsdp_enabled = True
-    (use_scaler_triton if ours else use_torch)(trainer.accelerator, init_scale=INIT_SCALE, growth_interval=2000)
+    numbers = {"init_scale": INIT_SCALE, "growth_interval": 2000}
+    if ours:
+        assert use_scaler_triton(trainer, **numbers) is trainer.accelerator.scaler
+    else:
+        use_torch(trainer.accelerator, **numbers)
     return trainer
 
 
@@ -118,7 +122,7 @@ def trained_adapters(folder: Path, base: torch.dtype, adapters: torch.dtype, **o
     arguments = TrainingArguments(str(folder), **DEFAULTS | {"max_steps": 20, "learning_rate": 2e-2} | options)
     trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row}] * 16)
     if arguments.fp16:
-        use_scaler_triton(trainer.accelerator)
+        use_scaler_triton(trainer)
     trainer.train()
     return trainer
 

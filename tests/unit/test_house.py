@@ -71,6 +71,38 @@ def test_an_import_loads_neither_triton_nor_fsdp() -> None:
     assert not is_loaded
 
 
+def test_the_frameworks_lines_are_imported_from_the_package_and_name_what_is_absent() -> None:
+    code = """
+import sys
+sys.modules["accelerate"] = None
+import scaler_triton
+from scaler_triton import fsdp_precision, mixed_precision, step_guard_precision, use_scaler_triton, use_step_guard
+for use in (use_scaler_triton, use_step_guard):
+    try:
+        use(object())
+    except ImportError as error:
+        print(error)
+try:
+    mixed_precision(object)
+except TypeError as error:
+    print(error)
+"""
+    said = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=120)
+    needed = "needs accelerate, which is not installed here: pip install accelerate"
+    lines = said.splitlines()
+    assert lines[:2] == [f"use_scaler_triton {needed}", f"use_step_guard {needed}"]
+    assert lines[2].startswith("framework must be Lightning's class Trainer or Fabric")
+
+
+def test_a_broken_framework_is_not_called_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'psutil'", name="psutil")
+
+    monkeypatch.setattr(scaler_triton, "import_module", import_module)
+    with pytest.raises(ModuleNotFoundError, match="psutil"):
+        scaler_triton.use_step_guard  # noqa: B018
+
+
 def test_exports() -> None:
     assert scaler_triton.__all__ == sorted(scaler_triton.__all__, key=str)
     for name in scaler_triton.__all__:

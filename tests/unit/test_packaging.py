@@ -1,8 +1,10 @@
 """The wheel and the checkout hold what they should, and `import kernels` is never ours."""
 
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -49,6 +51,14 @@ def test_the_wheel_holds_the_package_only_all_of_it_and_the_tuned_files(wheel: l
     wanted = {n if n.startswith("scaler_triton/") else f"scaler_triton/{n}" for n in sources}
     assert {n for n in wheel if n.endswith(".py")} == wanted
     assert {"scaler_triton/py.typed", "scaler_triton/kernels/tuned/SomeGPU.json"} <= set(wheel)
+
+
+def test_pyproject_alone_says_where_the_repository_is() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    docs = [path for path in ROOT.glob("docs/**/*") if path.suffix in (".md", ".py", ".ipynb")]
+    texts = [path.read_text() for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *docs)]
+    named = {url for text in texts for url in re.findall(r"https://github\.com/[\w-]+/scaler_triton", text)}
+    assert {*urls.values()} == named | {urls["Source"]}
 
 
 def test_the_kernels_are_a_link_in_a_checkout() -> None:
