@@ -36,6 +36,7 @@ _UNSCALES_TOO = (
     " clip_grad_norm_ already unscales: call only one of them per step. If you leave a step out, call update() before "
     "the next batch."
 )
+_LATE = " It is clip_grad_norm_ that unscales here: call it before step(), or call update() before the next batch."
 _NOT_HELD = (
     "No optimizer holds any of `parameters`, no gradient clipping will occur. Were they taken before FSDP replaced "
     "the model's?"
@@ -135,7 +136,7 @@ def _open(
     if scaler._ours.guard is not None:
         check.begin_anew(scaler, steps, tell_others, by_check=request.chosen is None)
     for step in steps:
-        step.require_unscalable(_UNSCALES_TOO, again=request.chosen is not None)
+        step.require_unscalable(_UNSCALES_TOO, _LATE, again=request.chosen is not None)
     try:
         for step in steps:
             check.open_window(scaler, step)

@@ -30,6 +30,7 @@ strict = False
 
 _AVAILABLE = dist.is_available()  # in this build of torch
 _LENGTH, _AT_ONCE = 8, 1 << 14  # bytes of a message's length, and of all that the first all-gather carries
+_NO_GROUP = "For one process use scaler_triton.GradScaler; for several call init_process_group before the first step."
 _ON_FSDP1 = (
     "GradScaler cannot tell which ranks share FullyShardedDataParallel's parameters, so ranks may disagree on "
     "skipping a step. Use scaler_triton.ShardedGradScaler, or pass process_group=."
@@ -256,7 +257,12 @@ def checked_group(process_group: Any) -> Any:
         )
     if is_bare(process_group):
         return process_group
-    rank = dist.get_rank()  # raises torch's error without a default group
+    try:
+        rank = dist.get_rank()
+    except ValueError as error:  # torch's, without a default group
+        if process_group is None:
+            error.add_note(_NO_GROUP)
+        raise
     group: Any = default_group() if process_group is None else process_group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"process_group must contain this rank, {rank}, got a group made for other ranks")

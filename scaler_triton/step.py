@@ -121,14 +121,17 @@ class OptimizerStep(dict[str, Any]):
         self.phase = phase
         self["stage"] = phase.stage
 
-    def require_unscalable(self, hint: str = "", *, again: bool = False) -> None:
-        """Raise torch's errors for a wrong order of calls; with `again`, UNSCALED and FAILED gradients are accepted."""
+    def require_unscalable(self, hint: str = "", late: str = "", *, again: bool = False) -> None:
+        """Raise torch's errors for a wrong order of calls; with `again`, UNSCALED and FAILED gradients are accepted.
+
+        Behind torch's text stands a caller's `hint`, or, after `step`, what is `late`.
+        """
         if not again or self.stale:
             self.read_failure()
         if self.phase is FAILED and self.stale:
             self.reset()
         if self.phase is STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
+            raise RuntimeError(f"unscale_() is being called after step().{late}")
         if self.phase is FOREIGN:
             raise RuntimeError(
                 f"an optimizer whose stage is {self['stage']!r}, which is not torch's, cannot be clipped here: call "

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from scaler_triton import ShardedGradScaler
 from scaler_triton.integrations.dcp import ScalerLoadPlanner
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 folder = Path(sys.argv[1])
 cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if cuda else "gloo")

@@ -57,16 +57,20 @@ def audit(
 
     Returns: the report, the same on all ranks: `.split`, `.ranks`, `.differences`, and `str()`, which is the table.
 
-    Raises: ValueError if this rank is not in `process_group`; torch's ValueError if there is a `process_group` but no
-        default one; TypeError if it is not a group; TimeoutError if not all ranks come within five minutes, or half of
-        `init_process_group`'s timeout if that is shorter, and training can go on then.
+    Raises: TypeError naming an argument that is wrong in the same way on all ranks, or a `process_group` that is no
+        group; ValueError if this rank is not in `process_group`; torch's ValueError if there is a `process_group` but
+        no default one; TimeoutError if not all ranks come within five minutes, or half of `init_process_group`'s
+        timeout if that is shorter, and training can go on then.
     """
     group: Any = gathering_group(process_group)
     if group is not None and is_bare(group):  # torch does not know its ranks
         raise TypeError(f"process_group must be one whose ranks torch knows, got {type(group).__name__}")
     ranks = [0] if group is None else dist.get_process_group_ranks(group)
     rank = 0 if group is None else dist.get_rank()
+    misuse = _misuse(optimizer, scaler, model)
     try:
+        if misuse is not None:
+            raise misuse
         state = _read(rank, ranks, optimizer, scaler, model, replicated)
     except Exception as error:  # the other ranks wait in the gather
         state = RankState(rank, error=error_line(error))
@@ -75,26 +79,37 @@ def audit(
         scale = getattr(scaler, "_scale", None)
         home = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
         states = [RankState.from_json(data) for data in gather_bytes("audit", state.to_json().encode(), group, home)]
+    if misuse is not None and {each.error for each in states} == {state.error}:  # so all of them raise
+        raise misuse
     report = judge(states)
     if rank == ranks[0]:
         print(report, file=file or sys.stdout, flush=True)
     return report
 
 
+def _several(optimizer: Any) -> list[Any]:
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
+def _misuse(optimizer: Any, scaler: Any, model: Any) -> TypeError | None:
+    """Return an error about the first wrong argument, None if all are of the right kind."""
+    order = "; the arguments are optimizer, scaler, model, in this order"
+    for each in _several(optimizer):
+        if not hasattr(each, "param_groups"):
+            got = f"got {type(each).__name__}{order}"
+            return TypeError(f"optimizer must be an optimizer or a list of them, {got}")
+    if not isinstance(model, nn.Module | None):
+        return TypeError(f"model must be a module, got {type(model).__name__}{order}")
+    if not hasattr(scaler, "_get_growth_tracker"):  # under `patch_torch` not each is a torch.amp.GradScaler
+        return TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}{order}")
+    return None
+
+
 def _read(
     rank: int, ranks: Sequence[int], optimizer: Any, scaler: Any, model: nn.Module | None, replicated: bool
 ) -> RankState:
     """Return what this rank holds; a single rank has nothing to compare with, so it hashes nothing."""
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for each in optimizers:
-        if not hasattr(each, "param_groups"):
-            raise TypeError(f"optimizer must be an optimizer or a list of them, got {type(each).__name__}")
-    if not isinstance(model, nn.Module | None):
-        raise TypeError(f"model must be a module, got {type(model).__name__}")
-    if not hasattr(
-        scaler, "_get_growth_tracker"
-    ):  # under `patch_torch` not each is an instance of torch.amp.GradScaler
-        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    optimizers = _several(optimizer)
     readings = {"scale": Reading("disabled", "disabled"), "tracker": Reading(NOTHING, None)}
     if scaler.is_enabled():
         used = scaler._scale is not None

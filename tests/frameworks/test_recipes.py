@@ -112,6 +112,15 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder: Path) -> None
     assert run("checkpoint.py", folder, 0, str(folder), **on_cpu, **alone) == "6 updates, scale 2048.0\n"
 
 
+def test_a_recipe_that_wants_a_folder_says_so() -> None:
+    words = [sys.executable, DOCS / "recipes/checkpoint.py"]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1].startswith("Run twice, on any number of ranks each time: torchrun ")
+
+
 # page -> what it needs, and what holds when its blocks have run
 PAGES = {
     "accelerate.md": ("accelerate", "'scaler_triton.grad_scaler' == type(accelerator.scaler).__module__"),

@@ -34,6 +34,7 @@ LARGEST_INT = 2**63 - 1  # hysteresis is kept in int64
 LAG = 4  # updates after which too many skips in a row are an error
 NO_LIMITS = {"min_scale": SMALLEST, "max_scale": FP32_MAX, "hysteresis": 1, "max_consecutive_skips": None}
 ALREADY_UNSCALED = "unscale_() has already been called on this optimizer since the last update(). "  # ours goes on
+UNSCALED_LATE = "unscale_() is being called after step(). "  # and here
 COUNTERS = ("updates", "skipped", "consecutive_skips", "growths", "backoffs", "last_skip", "strikes", "spikes")
 OVERLAP = (
     "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
@@ -425,7 +426,7 @@ class Specification(torch.amp.GradScaler):
             self._drop_failed(optimizer)
             stage = self._per_optimizer_states[id(optimizer)]["stage"]
             if stage is OptState.STEPPED:
-                raise RuntimeError("unscale_() is being called after step().")
+                raise Refused(RuntimeError, UNSCALED_LATE)
             if stage is OptState.UNSCALED and not again:
                 raise Refused(RuntimeError, ALREADY_UNSCALED)
 

@@ -97,6 +97,10 @@ def a_rank_fails(rank: int, bad: int, what: str) -> AuditReport:
     return audited(optimizer, "none" if rank == bad and what == "scaler" else None)
 
 
+def swapped(rank: int) -> str:
+    return cases.said(audit, new_scaler("grad"), sgd(plain_param(3)))
+
+
 def in_group(rank: int) -> AuditReport | str:
     """Only the last two ranks are in the group."""
     group, optimizer, scaler = dist.new_group([2, 3]), sgd(plain_param(3)), new_scaler("grad", init_scale=2.0**rank)
@@ -202,6 +206,11 @@ def test_a_rank_that_raises_is_a_row_for_all(two, bad, what, text):
     answer = agreed(two.run(a_rank_fails, bad, what))
     assert (answer.verdict, row(answer, bad)[1]) == ("unknown", "error")
     assert f"\nrank {bad}: {text}" in str(answer)
+
+
+def test_what_is_wrong_on_all_ranks_raises_on_all_of_them(two):
+    assert len({*(said := two.run(swapped))}) == 1
+    assert "optimizer must be an optimizer or a list of them, got GradScaler" in said[0]
 
 
 def test_only_the_groups_ranks_take_part(four):

@@ -174,6 +174,14 @@ def test_calls_out_of_order_are_told_what_to_do_instead() -> None:
     for norm_type in (2.0, 1.0):
         with pytest.raises(RuntimeError, match="clip_grad_norm_ already unscales: call only one of them per step"):
             scaler.clip_grad_norm_(optimizer, 1.0, norm_type)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"^unscale_\(\) is being called after step\(\).$"):
+        scaler.unscale_(optimizer)
+    for norm_type in (2.0, 1.0):
+        with pytest.raises(
+            RuntimeError, match=r"being called after step\(\). It is clip_grad_norm_ that unscales here:"
+        ):
+            scaler.clip_grad_norm_(optimizer, 1.0, norm_type)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -54,5 +54,10 @@ def test_it_is_one_of_both() -> None:
 
 def test_without_a_default_group_torchs_error_is_raised_and_not_before_the_first_step() -> None:
     scaler, optimizer = started(ShardedGradScaler, "cpu"), sgd([torch.ones(1)])
-    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+    with pytest.raises(ValueError, match="Default process group has not been initialized") as raised:
         scaler.step(optimizer)
+    with pytest.raises(ValueError, match="Default") as torchs:
+        torch.distributed.get_rank()
+    assert str(raised.value) == str(torchs.value)
+    (note,) = raised.value.__notes__
+    assert note.startswith("For one process use scaler_triton.GradScaler;")

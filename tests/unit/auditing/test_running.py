@@ -85,6 +85,21 @@ def test_wrappers_and_lists() -> None:
     assert report.subject == "GradScaler of torch"
 
 
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (lambda o, s: (s, o), "optimizer must be an optimizer or a list of them, got GradScaler; the arguments are "),
+        (lambda o, s: ([o, s], s), "optimizer must be an optimizer or a list of them, got GradScaler; the arguments"),
+        (lambda o, s: (o, None), "scaler must be a torch.amp.GradScaler, got NoneType; the arguments are "),
+        (lambda o, s: (o, nn.Linear(1, 1), s), "model must be a module, got GradScaler; the arguments are optimizer, "),
+    ],
+)
+def test_wrong_arguments_raise_and_nothing_is_printed(wrong: Any, text: str, capsys: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{text}"):
+        scaler_triton.audit(*wrong(stepped(steps=0), GradScaler("cpu")))
+    assert capsys.readouterr().out == ""
+
+
 def test_parameters_without_bits_are_counted() -> None:
     optimizer = stepped("SGD")
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, device="meta"))]})
