@@ -102,6 +102,16 @@ def stream_of(scale: Tensor, requested: str) -> Callable[[], int | None]:
     return query
 
 
+def backend_so_far(kind: str, requested: str) -> str:
+    """Return the backend chosen for devices of a type ("cuda"), without trying any: "auto" before the first choice."""
+    known = {
+        backend for (device, *key), (backend, _) in [*_chosen.items()] if (device.type, key[1]) == (kind, requested)
+    }
+    if known:
+        return " and ".join(sorted(known, reverse=True))
+    return "torch" if requested == "auto" and kind != "cuda" else requested
+
+
 def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
     """Return the reason for the choice that `choose` made."""
     return _chosen[device, dtype, requested, "unscaling"][1]

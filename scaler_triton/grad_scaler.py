@@ -28,6 +28,7 @@ from torch.cuda.amp import common
 
 from scaler_triton import clip, fused, passes, policy, ranks, report, update
 from scaler_triton.check import OUR_METHODS, Ours, check, peers_of, require_scale, resume
+from scaler_triton.describe import describe
 from scaler_triton.dispatch import check_backend, is_capturing, refuse_capture, skip_tracing, stacklevel
 from scaler_triton.flag import Flag, Flags, PeerFailedError, any_flag
 from scaler_triton.headroom import Headroom, HeadroomRule, read_headroom
@@ -48,6 +49,9 @@ class _Limits:
 
     def __get__(self, scaler: GradScaler | None, owner: type | None = None) -> Any:
         return self if scaler is None else scaler._ours.limits
+
+    def __repr__(self) -> str:
+        return "<min_scale, max_scale, hysteresis and max_consecutive_skips, read only>"
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -652,6 +656,9 @@ class GradScaler(torch.amp.GradScaler):
     def _found_inf_per_device(self, optimizer: Any) -> Any:
         """Return the optimizer's flags in this step by device, none before a check."""
         return self._per_optimizer_states.open(optimizer)["found_inf_per_device"]
+
+    def __repr__(self) -> str:
+        return describe(self)
 
     def __getstate__(self) -> dict[str, Any]:
         steps = self._ours.steps.all() if self._enabled else []

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from scaler_triton.dispatch import choose, is_captured, kernels, refuse_capture, sync_allowed
+from scaler_triton.flag import HostCopy
 from scaler_triton.kernels import abi
 from scaler_triton.torch_ops import wide_dtype
 
@@ -47,6 +49,10 @@ class Guard:
         for window in self._windows.values():
             window.restore(self._loaded.pop(0) if self._loaded else [])
 
+    def windows(self) -> list[Window]:
+        """Return the windows of the optimizers that were judged, in the order in which they were made."""
+        return list(self._windows.values())
+
     def new_window(self, device: torch.device, requested: str) -> Window:
         """Return a new window on `device`."""
         made = Window(self.sigma or 0.0, self.length, device, requested)
@@ -71,6 +77,7 @@ class Window:
             self._places = torch.arange(1 << (length - 1).bit_length(), device=device)
         is_plain = type(self.memory) is Tensor  # not one of torch's fake tensors
         self.by_kernel = is_plain and choose(device, torch.float32, requested, task="guarding") == "triton"
+        self.copy = HostCopy()  # for `repr`
         self.restore([])
 
     def judge(self, totals: Tensor, flag: Flag, counters: Counters, *, first: bool) -> None:
@@ -126,6 +133,20 @@ class Window:
         oldest = max(0, count - self.length)
         norms = [ring[number % self.length] for number in range(oldest, count)]
         return [*norms, values[abi.LAST]][-self.length :] if math.isfinite(values[abi.LAST]) else norms
+
+    def described(self) -> str:
+        """Return the norm judged last and the limit of the rule then, as far as `copy` has them; never waits."""
+        values = self.copy.latest
+        if values is None or (not values[abi.COUNT] and math.isnan(values[abi.LAST])):
+            return "no norm yet"
+        held = values[abi.HEADER : abi.HEADER + min(int(values[abi.COUNT]), self.length)]
+        norm = values[abi.SPIKE_NORM if values[abi.IS_SPIKE] else abi.LAST]
+        fewest = max(2, self.length // 2)
+        if len(held) < fewest:
+            return f"norm {norm:.4g}, no limit before {fewest} norms"
+        mean = fmean(held)
+        limit = mean + self._sigma * max(stdev(held, mean), 1e-3 * mean)
+        return f"norm {norm:.4g}, limit {limit:.4g}"
 
     def restore(self, norms: Sequence[float]) -> None:
         """Replace the norms by the last of these that the window holds, and forget the last spike."""

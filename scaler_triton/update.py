@@ -79,22 +79,22 @@ class Counters(OnDevice):
 
     def __init__(self) -> None:
         super().__init__(no_counters())
-        self._copy = HostCopy(self.values)
+        self.copy = HostCopy(self.values)
 
     def set(self, values: Sequence[int]) -> None:
         """Write other values."""
         super().set(values)
-        self._copy = HostCopy(list(values))  # what was copied before is older
+        self.copy = HostCopy(list(values))  # what was copied before is older
 
     def read(self) -> list[int]:
         """Return a copy of the values, waiting for the device."""
         values = super().read()
-        self._copy = HostCopy(values)
+        self.copy = HostCopy(values)
         return values
 
     def newest(self) -> list[int]:
         """Return the newest values that have arrived on the host, and start the next copy; never waits on CUDA."""
-        newest: list[int] = self.values if isinstance(self.values, list) else self._copy.newest(self.values)
+        newest: list[int] = self.values if isinstance(self.values, list) else self.copy.newest(self.values)
         return newest
 
 

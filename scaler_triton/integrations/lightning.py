@@ -114,6 +114,9 @@ class _Plugin:
         updates.finish(self.scaler)
         super().teardown()  # type: ignore[misc]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.precision}, {self.scaler!r})"  # type: ignore[attr-defined]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by Lightning's class, for launchers that spawn: our class is created at run time."""
         return _restored, self._theirs, self.__dict__
