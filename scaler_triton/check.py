@@ -46,7 +46,7 @@ class Ours:
     """What a scaler has beyond torch's attributes; if `sharded`, all ranks agree and fp16 gradients are unscaled."""
 
     __slots__ = (
-        "__weakref__", "allow_fp16", "by_norm", "counters", "guard", "headroom", "lagging", "limits",
+        "__weakref__", "allow_fp16", "by_norm", "counters", "guard", "headroom", "lagging", "limits", "model",
         "policies", "rows", "scale_copy", "sharded", "steps", "updater", "warned",
     )  # fmt: skip
 
@@ -58,6 +58,7 @@ class Ours:
         self.limits: Limits = NO_LIMITS
         self.counters = Counters()
         self.lagging = LaggingCounters()
+        self.model: weakref.ref[nn.Module] | None = None  # the last one that a report was asked with
         self.steps = Steps(self.counters, usual_backend())
         self.scale_copy = HostCopy()  # for `metrics`
         self.warned: set[str] = set()  # what is warned of once

@@ -8,21 +8,25 @@ without an overflow writes none.
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from scaler_triton import ranks
-from scaler_triton.gradients import DDP_SPEC, is_dtensor, local_tensor
+from scaler_triton.gradients import DDP_SPEC, DTYPES, is_distributed, is_dtensor, local_tensor
 from scaler_triton.kernels.abi import GENERATIONS, INF, KIND_BITS, LAST_SKIP, NAN, SKIPPED
-from scaler_triton.text import count_of, error_line, one_line, rank_names, table
+from scaler_triton.text import count_of, error_line, one_line, ranges, rank_names, table
+from scaler_triton.torch_ops import is_plain
 
 if TYPE_CHECKING:
     from scaler_triton.check import Ours
@@ -32,7 +36,9 @@ if TYPE_CHECKING:
     from scaler_triton.update import Counters
 
 _KINDS = NAN | INF
-_WORDS = {NAN: "NaN", INF: "Inf", NAN | INF: "NaN and Inf"}
+_WORDS = {INF: "Inf", NAN | INF: "NaN and Inf", NAN: "NaN"}  # as tables list them: NaN often follows from Inf
+_UNNAMED = re.compile(r"optimizer \d+, parameter \d+")
+_MOST_ROWS, _MOST_MODULES = 20, 3
 # What FSDP1, activation checkpointing and torch.compile add to the names of wrapped modules.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _NO_NAMES = "model must be a module or what its named_parameters() gives"
@@ -145,15 +151,33 @@ class BadGradient:
     """A gradient, or a rank's shard of one, that was not finite.
 
     Args:
-        name: the parameter's, fully qualified if a model was passed.
+        name: the parameter's, fully qualified if a model is known.
         kinds: "NaN", "Inf" or "NaN and Inf".
         numel: elements that this rank holds.
         rank: the one that held it, counted from 0.
+        is_shared: whether the parameter is a DTensor or one of FSDP1, or is unknown by now: then the gradient may be a
+            sum over ranks, which does not tell whose batch it was.
     """
 
     name: str
     kinds: str
     numel: int
+    rank: int
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
+class BadParameter:
+    """A parameter, or a rank's shard of one, that was not finite itself when the report was made.
+
+    Args:
+        name: as of a `BadGradient`.
+        kind: "NaN", else "Inf".
+        rank: the one that holds it, counted from 0.
+    """
+
+    name: str
+    kind: str
     rank: int
 
 
@@ -184,6 +208,9 @@ class OverflowReport:
         not_covered: descriptions of gradients that leave no marks, and of ranks whose report failed.
         pending: whether the update of the skip is still to come.
         spikes: what a `StepGuard` skipped finite gradients for.
+        checked: how many gradients the optimizers with a bad one have, on the ranks with a bad one; 0: unknown.
+        ranks: how many ranks have reported.
+        bad_parameters: those that the optimizers hold and that are not finite now, by rank.
     """
 
     update: int | None
@@ -192,23 +219,114 @@ class OverflowReport:
     not_covered: tuple[str, ...] = ()
     pending: bool = False
     spikes: tuple[Spike, ...] = ()
+    checked: int = 0
+    ranks: int = 1
+    bad_parameters: tuple[BadParameter, ...] = ()
+
+    @property
+    def conclusion(self) -> str:
+        """One line that says what follows from the report, and no more than that; empty if nothing does."""
+        if self.bad_parameters:
+            names = [*dict.fromkeys(one_line(each.name) for each in self.bad_parameters)]
+            kinds = " or ".join(sorted({each.kind for each in self.bad_parameters}, reverse=True))
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            verb = "themselves hold" if more else "itself holds"
+            return f"{names[0]}{more} {verb} {kinds}: go back to a checkpoint."
+        return " ".join(filter(None, (self._what(), self._whose()))) if self.bad and self.checked else ""
+
+    def _what(self) -> str:
+        """Say which gradients are bad, if that tells something."""
+        kinds = {each.kinds for each in self.bad}
+        covered = " that are covered" if self.not_covered else ""
+        if self._are_all_bad():
+            where = f" of {rank_names(self._ranks_with_bad())}" if self.ranks > 1 or not self.gathered else ""
+            found = f"All {self.checked} gradients{covered}{where} are {' or '.join(_sorted_kinds(kinds))}"
+            if kinds == {_WORDS[NAN]}:
+                return f"{found}: so was the loss, or the first gradient that backward made from it."
+            return f"{found}: no single layer is at fault, backward overflowed where it began or everywhere."
+        if any(_UNNAMED.fullmatch(each.name) for each in self.bad):
+            return f"{len(self.bad)} of {self.checked} gradients{covered}: overflow_report(model) names them."
+        place = _place({one_line(each.name) for each in self.bad})
+        if not place:
+            return ""
+        only = "Only" if self.gathered else "On this rank only"
+        fault = "NaN" if kinds == {_WORDS[NAN]} else "overflow"
+        return f"{only} {place}{',' if covered else ''}{covered.replace(' that', ' of those that')}: {fault} there."
+
+    def _whose(self) -> str:
+        """Say whose batch it was, if that is known, or why it is not."""
+        if not self.gathered:
+            return ""
+        if self.ranks == 1:
+            is_nan = {each.kinds for each in self.bad} == {_WORDS[NAN]}
+            return "Look at the batch." if is_nan and self._are_all_bad() else ""
+        on = self._ranks_with_bad()
+        if len(on) == self.ranks:
+            return "On all ranks: if these are sums over ranks, it may have been the batch of any."
+        if any(each.is_shared for each in self.bad):
+            return f"Only on {rank_names(on)}, but these are sums over ranks: it may have been the batch of any."
+        if self.not_covered:
+            return ""
+        whose = "its batch, or what only it holds" if len(on) == 1 else "their batches, or what only they hold"
+        return f"Only {rank_names(on)}: look at {whose}."
+
+    def _are_all_bad(self) -> bool:
+        return len(self.bad) == self.checked > 1
+
+    def _ranks_with_bad(self) -> list[int]:
+        return sorted({each.rank for each in self.bad})
 
     def __str__(self) -> str:
         when = "The last skip" if self.update is None else f"The last skip, at update {self.update}"
+        known = [self.conclusion] if self.conclusion else []
         if self.update is None and not self.pending:
             lines = ["No step was skipped."]
         elif self.spikes and not self.bad:
-            lines = [f"{when}: {', '.join(map(str, self.spikes))}."]
+            lines = [f"{when}: {', '.join(map(str, self.spikes))}.", *known]
         elif not self.bad:
-            lines = [f"{when}: nothing known on {'any rank.' if self.gathered else 'this rank; ask with gather=True.'}"]
+            nobody = "any rank." if self.gathered else "this rank; ask with gather=True."
+            lines = [f"{when}: nothing known on {nobody}", *known]
         else:
-            where = rank_names(sorted({each.rank for each in self.bad}))
+            where = rank_names(self._ranks_with_bad())
             where = where if self.gathered else f"{where}, the only one asked"
-            rows = [(str(each.rank), one_line(each.name), each.kinds, str(each.numel)) for each in self.bad]
-            lines = [f"{when}: {count_of(len(self.bad), 'bad gradient')} on {where}."]
-            lines += table([("rank", "parameter", "holds", "numel"), *rows], "><<>")
+            lines = [f"{when}: {count_of(len(self.bad), 'bad gradient')} on {where}.", *known, *self._table()]
             lines += [f"Another optimizer: {spike}." for spike in self.spikes]
         return "\n".join([*lines, *(f"Not covered: {text}." for text in self.not_covered)])
+
+    def _table(self) -> list[str]:
+        """Return the table's lines: one for what several ranks hold alike, by kind, and a count of the rest."""
+        held_by: dict[tuple[str, str, int], list[int]] = {}
+        for each in self.bad:
+            held_by.setdefault((each.kinds, one_line(each.name), each.numel), []).append(each.rank)
+        found = [key for kind in _sorted_kinds({key[0] for key in held_by}) for key in held_by if key[0] == kind]
+        rows = [(ranges(held_by[key]), key[1], key[0], str(key[2])) for key in found[:_MOST_ROWS]]
+        lines = table([("rank", "parameter", "holds", "numel"), *rows], "><<>")
+        rest = Counter({kind: 0 for kind, *_ in found})
+        for key in found[_MOST_ROWS:]:
+            rest[key[0]] += len(held_by[key])
+        kinds = ", ".join(f"{count} {kind}" for kind, count in rest.items() if count)
+        return [*lines, f"... and {rest.total()} more: {kinds}."] if kinds else lines
+
+
+def _sorted_kinds(kinds: Collection[str]) -> list[str]:
+    """Return kinds in the order of tables."""
+    order = [*_WORDS.values()]
+    return sorted(kinds, key=lambda kind: (order.index(kind) if kind in order else len(order), kind))
+
+
+def _place(names: Collection[str]) -> str:
+    """Return the smallest part of a model with these parameters, such as "layers.0-5"; empty if it has no name."""
+    paths = [name.split(".") for name in sorted(names)]
+    if len(paths) == 1:
+        return ".".join(paths[0])
+    above = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
+    below = sorted({path[len(above)] for path in paths if len(path) > len(above)})
+    if below and all(map(str.isdecimal, below)):
+        which = ranges(map(int, below))
+        return f"{'.'.join(above)}.{which}" if above else f"modules {which}"
+    if above:
+        return f"module {above[0]}" if len(above) == 1 and above[0].isdecimal() else ".".join(above)
+    return ", ".join(below) if len(below) <= _MOST_MODULES else ""
 
 
 def overflow_report(ours: Ours, model: Model, process_group: Any, home: torch.device, gather: bool) -> OverflowReport:
@@ -236,7 +354,7 @@ def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
     pending = any(flag.item() for step in steps for flag in step["found_inf_per_device"].values())
     update = None if pending else counters[LAST_SKIP] or None
     generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1
-    names = names_by_id(model)
+    names = names_by_id(_known_model(ours, model))
     planned: list[Any] = [step for step in steps if step.plan is not None]
 
     generations = {step.plan.marks: {generation} for step in planned}
@@ -248,18 +366,57 @@ def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
                 generations.get(other, set()).add(cause)
     bad: list[BadGradient] = []
     spikes: list[Spike] = []
+    bad_parameters: list[BadParameter] = []
+    checked = 0
     for number, (step, those) in enumerate(zip(planned, generations.values(), strict=True)):
         kinds = step.plan.marks.of(those)
         held = _held_by(step)
+        named = [
+            names.get(id(held.get(index)), f"optimizer {number}, parameter {index}")
+            for index in range(len(step.plan.ids))
+        ]
         for index in sorted(kinds):
             parameter = held.get(index)
-            name = names.get(id(parameter), f"optimizer {number}, parameter {index}")
             numel = 0 if parameter is None else local_tensor(parameter).numel()
-            bad.append(BadGradient(name, _WORDS[kinds[index]], numel, rank))
+            is_shared = parameter is None or is_distributed(parameter)
+            bad.append(BadGradient(named[index], _WORDS[kinds[index]], numel, rank, is_shared))
+        if kinds:
+            checked += len({index for layout in step.plan.layouts for index in layout.positions} | kinds.keys())
+        if pending or update:
+            bad_parameters += [BadParameter(named[index], kind, rank) for index, kind in _not_finite(held).items()]
         found = [] if step.window is None else map(step.window.spike, sorted(those))
         spikes += [Spike(*each) for each in found if each is not None]
     uncovered = {text for step in planned if pending or update for text in step.plan.marks.not_covered()}
-    return OverflowReport(update, tuple(bad), False, tuple(sorted(uncovered)), pending, tuple(spikes))
+    return OverflowReport(
+        update, tuple(bad), False, tuple(sorted(uncovered)), pending, tuple(spikes), checked, 1, tuple(bad_parameters)
+    )
+
+
+def _known_model(ours: Ours, model: Model) -> Model:
+    """Return the given model, or the module that was given last: to a report, or else to a clip under FSDP1."""
+    if isinstance(model, nn.Module):
+        ours.model = weakref.ref(model)
+    if model is not None:
+        return model
+    plans = [step.plan for step in ours.steps.all() if step.plan is not None]
+    given = [ours.model, *(plan.replicas[0][1] for plan in plans if plan.replicas is not None)]
+    return next((found for each in given if each is not None and (found := each()) is not None), None)
+
+
+def _not_finite(held: Mapping[int, Tensor]) -> dict[int, str]:
+    """Wait for the device, and return which of these parameters are not finite, and what they hold."""
+    groups: dict[Any, dict[int, Tensor]] = {}
+    for index, parameter in held.items():
+        local = local_tensor(parameter.detach())
+        if is_plain(local) and local.dtype in DTYPES and local.numel() and not local.is_meta:
+            groups.setdefault((local.device, local.dtype), {})[index] = local
+    found: dict[int, str] = {}
+    for tensors in groups.values():
+        largest = torch.stack(torch._foreach_norm([*tensors.values()], math.inf)).tolist()
+        for index, number in zip(tensors, largest, strict=True):
+            if not math.isfinite(number):
+                found[index] = _WORDS[NAN if math.isnan(number) else INF]
+    return dict(sorted(found.items()))
 
 
 def _held_by(step: OptimizerStep) -> dict[int, Tensor]:
@@ -272,10 +429,17 @@ def _held_by(step: OptimizerStep) -> dict[int, Tensor]:
 
 def _gather(own: OverflowReport, group: Any, home: torch.device) -> OverflowReport:
     """Return the report with the findings of every rank of `group`, all of which must call this."""
-    mine = json.dumps([[asdict(each) for each in own.bad], list(own.not_covered)]).encode()
-    found = [json.loads(data) for data in ranks.gather_bytes("overflow_report(gather=True)", mine, group, home)]
-    bad = tuple(BadGradient(**each) for rank_bad, _ in found for each in rank_bad)
-    return replace(own, bad=bad, not_covered=tuple(sorted({text for _, texts in found for text in texts})))
+    whole = asdict(own)
+    mine = json.dumps({name: whole[name] for name in ("bad", "bad_parameters", "not_covered", "checked")}).encode()
+    every = [json.loads(data) for data in ranks.gather_bytes("overflow_report(gather=True)", mine, group, home)]
+    return replace(
+        own,
+        bad=tuple(BadGradient(**each) for one in every for each in one["bad"]),
+        bad_parameters=tuple(BadParameter(**each) for one in every for each in one["bad_parameters"]),
+        not_covered=tuple(sorted({text for one in every for text in one["not_covered"]})),
+        checked=sum(one["checked"] for one in every),
+        ranks=len(every),
+    )
 
 
 def names_by_id(model: Model) -> dict[int, str]:
