@@ -47,7 +47,7 @@ class Ours:
 
     __slots__ = (
         "__weakref__", "allow_fp16", "by_norm", "counters", "guard", "headroom", "lagging", "limits", "model",
-        "policies", "rows", "scale_copy", "sharded", "steps", "updater", "warned",
+        "policies", "rows", "scale_copy", "sharded", "steps", "updater", "warned", "warned_of",
     )  # fmt: skip
 
     def __init__(self, sharded: bool) -> None:
@@ -62,6 +62,7 @@ class Ours:
         self.steps = Steps(self.counters, usual_backend())
         self.scale_copy = HostCopy()  # for `metrics`
         self.warned: set[str] = set()  # what is warned of once
+        self.warned_of: int | None = None  # the update before the streak of skips that `streak.look` has warned of
         self.rows: dict[torch.device, FlagRows] = {}
         self.policies: dict[torch.device, DevicePolicy] = {}
         self.updater: Updater | None = None  # of the scale that was updated last
@@ -105,8 +106,7 @@ def check(
         if plan.is_distributed or ours.sharded or scaler.process_group is not None:
             peers = peers_of(scaler, plan, parameters)
         if by_norm:
-            replicas = replicas_in(plan, parameters, peers, None, guess=True)
-            part = Part(optimizer, step, plan, parameters, replicas)
+            part = Part(optimizer, step, plan, parameters, replicas_in(plan, parameters, peers, None, guess=True))
             totals = norm_totals(scaler, [part], peers)
             flag, flags = part.flag, part.flags
         elif getattr(scaler._unscale_grads_, "__func__", None) not in OUR_METHODS:

@@ -21,6 +21,7 @@ from scaler_triton.check import OUR_METHODS, check, step_failed
 from scaler_triton.dispatch import is_captured, stacklevel, stream_of
 from scaler_triton.flag import any_flag
 from scaler_triton.step import UNSCALED, OptimizerStep
+from scaler_triton.streak import LOOKS, look
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -31,6 +32,8 @@ _torchs: Any = sys.modules["torch.optim.optimizer"]  # `torch.optim.optimizer` i
 
 def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
     """Check the gradients unless they are unscaled, and call the optimizer's step, without a host wait."""
+    if step.steps_taken & LOOKS == LOOKS:
+        look(scaler)
     function = optimizer.step
     function = getattr(function, "__func__", function)
     if step.function() is not function:

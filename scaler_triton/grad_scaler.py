@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.cuda.amp import common
 
-from scaler_triton import clip, fused, passes, policy, ranks, report, update
+from scaler_triton import clip, fused, passes, policy, ranks, report, streak, update
 from scaler_triton.check import OUR_METHODS, Ours, check, peers_of, require_scale, resume
 from scaler_triton.describe import describe
 from scaler_triton.dispatch import check_backend, is_capturing, refuse_capture, skip_tracing, stacklevel
@@ -249,7 +249,8 @@ class GradScaler(torch.amp.GradScaler):
         """Call `optimizer.step(*args, **kwargs)` unless a gradient overflowed on any rank that must agree.
 
         Gradients are unscaled first if `unscale_` was not called. The call waits for the flag on the host, unless the
-        optimizer reads it on the device (`fused=True`) and skips by itself.
+        optimizer reads it on the device (`fused=True`) and skips by itself. At 50 skips of an optimizer in a row it
+        warns, once a streak; a fused one looks every 64th step, without a wait, at what the updates have counted.
 
         Args:
             optimizer: an optimizer, or a wrapper around one; its gradients are written if they are still scaled.
@@ -325,7 +326,7 @@ class GradScaler(torch.amp.GradScaler):
             skips = flag.on_host(flags, fresh=step.fresh or not self._ours.steps.exposed)
             step.fresh = False  # other code may call this method again, with flags of its own
         step.outcome = skips  # hooks of the optimizer may ask for it
-        result: float | None = None if skips else optimizer.step(*args, **kwargs)
+        result: float | None = streak.skipped(self, step) if skips else optimizer.step(*args, **kwargs)
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -399,18 +400,26 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             prefix: of each name.
 
-        Returns: by name `scale`, `updates`, `skipped`, `skip_share` (skipped / updates), `growths`, `backoffs` and
-            `spikes`, as floats; with `measure=True` also `largest`, `bits`, `zeros` and `subnormal` of `headroom`;
-            infinite numbers are left out.
+        Returns: by name `scale`, `updates`, `skipped`, `skip_share` (skipped / updates), `skipped_in_a_row` (those up
+            to now, 0 after a good update), `spikes`, `growths` and `backoffs`, as floats; with `measure=True` also
+            `largest`, `bits`, `zeros` and `subnormal` of `headroom`; infinite numbers are left out.
         """
         if not self._enabled:
             return {}
         ours, scale = self._ours, self._get_scale_async()
-        newest = None if scale is None else ours.scale_copy.newest(scale)
-        known = asdict(ScalerStats.of(ours.counters.newest()))
-        known["scale"] = self._init_scale if newest is None else newest[0] if isinstance(newest, list) else newest
-        known["skip_share"] = known["skipped"] / max(1, known["updates"])
-        names = ["scale", "updates", "skipped", "skip_share", "growths", "backoffs", "spikes"]
+        stats = ScalerStats.of(ours.counters.newest())
+        known = asdict(stats)
+        known["skip_share"] = stats.skipped / max(1, stats.updates)
+        known["skipped_in_a_row"] = stats.consecutive_skips
+        names = ["updates", "skipped", "skip_share", "skipped_in_a_row", "spikes"]
+        if ours.guard is not None:
+            norms = ours.guard.newest()
+            known |= norms
+            names += norms
+        else:
+            newest = None if scale is None else ours.scale_copy.newest(scale)
+            known["scale"] = self._init_scale if newest is None else newest[0] if isinstance(newest, list) else newest
+            names = ["scale", *names, "growths", "backoffs"]
         if ours.steps.measures:
             known |= asdict(self.headroom(wait=False))
             names += ["largest", "bits", "zeros", "subnormal"]
@@ -576,6 +585,7 @@ class GradScaler(torch.amp.GradScaler):
         if ours.headroom is not None:
             ours.headroom.restore(*remembered)
         ours.steps.reset()  # what was checked or stepped before does not count in the loaded run
+        streak.forget(self)
         for step in ours.steps.all():
             if step.plan is not None:
                 step.plan.marks.forget()  # they refer to another run's skips

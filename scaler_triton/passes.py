@@ -57,10 +57,9 @@ def check(
         found_inf = flags.get(device)
         if found_inf is None:
             found_inf = flags[device] = flag.found_inf if at_home else torch.zeros_like(flag.found_inf, device=device)
-        measured = flag.measured
-        if measured is not None:
-            row = measured if at_home else torch_ops.wide_on(device, torch.zeros_like(measured))
-            measured = None if batch.is_partial else row
+        measured = None if batch.is_partial else flag.measured
+        if not (measured is None or at_home):
+            measured = torch_ops.wide_on(device, torch.zeros_like(measured))
         to_be_marked = on_torch and layout.marked_on_host
         if not on_torch and layout.counters is not plan.marks.counters.values:
             plan.marks.follow(layout, flag.device)

@@ -9,18 +9,17 @@ import math
 import weakref
 from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from scaler_triton.dispatch import choose, is_captured, kernels, refuse_capture, sync_allowed
-from scaler_triton.flag import HostCopy
+from scaler_triton.flag import Flag, HostCopy
 from scaler_triton.kernels import abi
 from scaler_triton.torch_ops import wide_dtype
 
 if TYPE_CHECKING:
-    from scaler_triton.flag import Flag
     from scaler_triton.update import Counters
 
 
@@ -53,6 +52,15 @@ class Guard:
         """Return the windows of the optimizers that were judged, in the order in which they were made."""
         return list(self._windows.values())
 
+    def newest(self) -> dict[str, float]:
+        """Return `norm` and `limit` of the last judged step, as far as they are on the host; numbered for several."""
+        known = [last for window in self.windows() if (last := window.newest()) is not None]
+        found: dict[str, float] = {}
+        for number, (norm, limit) in enumerate(known):
+            behind = f"_{number}" if len(known) > 1 else ""
+            found |= {f"norm{behind}": norm, f"limit{behind}": limit}
+        return found
+
     def new_window(self, device: torch.device, requested: str) -> Window:
         """Return a new window on `device`."""
         made = Window(self.sigma or 0.0, self.length, device, requested)
@@ -72,12 +80,13 @@ class Window:
     def __init__(self, sigma: float, length: int, device: torch.device, requested: str) -> None:
         refuse_capture(device, "a guard's first step")
         self.length, self._sigma = length, sigma
+        self.fewest = max(2, length // 2)  # norms, by which one is judged
         with torch.inference_mode(False):  # later steps write it outside that mode
             self.memory = torch.zeros(abi.HEADER + length, dtype=wide_dtype(device), device=device)  # see `kernels.abi`
             self._places = torch.arange(1 << (length - 1).bit_length(), device=device)
         is_plain = type(self.memory) is Tensor  # not one of torch's fake tensors
         self.by_kernel = is_plain and choose(device, torch.float32, requested, task="guarding") == "triton"
-        self.copy = HostCopy()  # for `repr`
+        self.copy = HostCopy()  # for `repr` and `metrics`
         self.restore([])
 
     def judge(self, totals: Tensor, flag: Flag, counters: Counters, *, first: bool) -> None:
@@ -116,7 +125,7 @@ class Window:
         limit = mean + sigma * torch.maximum(deviation, 1e-3 * mean)
         norm = _sqrt(totals[abi.SQUARES])
         is_finite = norm < math.inf
-        is_spike = is_finite & (n >= max(2, length // 2)) & (norm > limit)
+        is_spike = is_finite & (n >= self.fewest) & (norm > limit)
         counters[abi.SPIKES].add_(is_spike.long() if first else is_spike.long() - was_spike.long())
         last = torch.where(is_spike & (limit > 0), limit, norm)  # with 0 no norm but 0 would ever be good again
         spike = norm, limit, counters[abi.SKIPPED]
@@ -125,6 +134,25 @@ class Window:
         bad = is_spike | ~is_finite
         totals[abi.OVERFLOWS].clamp_(min=bad)
         status[abi.FLAG].masked_fill_(bad, 1.0)
+
+    def newest(self) -> tuple[float, float] | None:
+        """Return norm and limit of the step judged last, as they have arrived on the host; never wait on CUDA.
+
+        The limit is infinite while there are too few norms. None: none has arrived, or no step was judged.
+        """
+        return self._judged(self.copy.newest(self.memory))
+
+    def _judged(self, values: Any) -> tuple[float, float] | None:
+        if values is None or (not values[abi.COUNT] and math.isnan(values[abi.LAST])):
+            return None
+        if values[abi.IS_SPIKE]:
+            return values[abi.SPIKE_NORM], values[abi.SPIKE_LIMIT]
+        norms = values[abi.HEADER :][: int(values[abi.COUNT])]  # without the last one, which is still to enter
+        limit = math.inf
+        if len(norms) >= self.fewest:
+            mean = fmean(norms)
+            limit = mean + self._sigma * max(stdev(norms, mean), 1e-3 * mean)
+        return values[abi.LAST], limit
 
     def norms(self) -> list[float]:
         """Return the norms that the next step is judged by, oldest first, waiting for the device."""
@@ -135,18 +163,13 @@ class Window:
         return [*norms, values[abi.LAST]][-self.length :] if math.isfinite(values[abi.LAST]) else norms
 
     def described(self) -> str:
-        """Return the norm judged last and the limit of the rule then, as far as `copy` has them; never waits."""
-        values = self.copy.latest
-        if values is None or (not values[abi.COUNT] and math.isnan(values[abi.LAST])):
+        """Return norm and limit of the step judged last, as far as `copy` has them."""
+        judged = self._judged(self.copy.latest)
+        if judged is None:
             return "no norm yet"
-        held = values[abi.HEADER : abi.HEADER + min(int(values[abi.COUNT]), self.length)]
-        norm = values[abi.SPIKE_NORM if values[abi.IS_SPIKE] else abi.LAST]
-        fewest = max(2, self.length // 2)
-        if len(held) < fewest:
-            return f"norm {norm:.4g}, no limit before {fewest} norms"
-        mean = fmean(held)
-        limit = mean + self._sigma * max(stdev(held, mean), 1e-3 * mean)
-        return f"norm {norm:.4g}, limit {limit:.4g}"
+        norm, limit = judged
+        known = f"limit {limit:.4g}" if limit < math.inf else f"no limit before {self.fewest} norms"
+        return f"norm {norm:.4g}, {known}"
 
     def restore(self, norms: Sequence[float]) -> None:
         """Replace the norms by the last of these that the window holds, and forget the last spike."""

@@ -81,7 +81,7 @@ class OptimizerStep(dict[str, Any]):
 
     __slots__ = (
         "began", "captured", "carried", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome",
-        "owner", "phase", "plan", "raised", "reader", "stale", "steps_taken", "takes_scaler", "window",
+        "owner", "phase", "plan", "raised", "reader", "skips", "stale", "steps_taken", "takes_scaler", "window",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -94,6 +94,7 @@ class OptimizerStep(dict[str, Any]):
         # What `was_skipped` returns after the last step, or the flag to read it from; FAILED: True. None: not stepped.
         self.outcome: bool | Flag | Tensor | Phase | None = None
         self.steps_taken = 0  # calls of `step` that have returned, by which `attempts` tells of one
+        self.skips = -1, 0  # `steps_taken` after the last skip that the host knew of, and how many there were in a row
         self.function: Callable[[], Any] = _nobody  # returns a fused optimizer's `step`
         self.takes_scaler = False  # whether that takes the scaler as an argument, as older ones do
         self.fresh = False  # whether this very `step` made the check, and has not used its flag: nobody has written it
@@ -403,7 +404,7 @@ class Steps(dict[Any, Any]):
         for before in self.all():
             step, owner = steps._new_step(), before.owner()
             step.plan, step.outcome, step.window = before.plan, before.outcome, before.window
-            step.steps_taken = before.steps_taken
+            step.steps_taken, step.skips = before.steps_taken, before.skips
             for handle in before.handles.values():
                 if (optimizer := handle()) is not None:
                     steps._add_handle(step, optimizer, owns=optimizer is owner)

@@ -14,6 +14,7 @@ from scaler_triton import policy
 from scaler_triton.check import OUR_METHODS, begin_anew, fail_early
 from scaler_triton.dispatch import skip_tracing, stacklevel
 from scaler_triton.grad_scaler import GradScaler, Outputs
+from scaler_triton.headroom import Headroom
 from scaler_triton.policy import KEY, WINDOWS
 from scaler_triton.spikes import Guard
 
@@ -86,6 +87,26 @@ class StepGuard(GradScaler):
     def get_scale(self) -> float:
         """Return 1.0."""
         return 1.0
+
+    def headroom(self, *, wait: bool = True) -> Headroom:
+        """Raise RuntimeError: a guard measures nothing."""
+        raise RuntimeError("headroom(): a StepGuard measures nothing; use GradScaler(measure=True)")
+
+    def metrics(self, prefix: str = "guard/") -> dict[str, float]:
+        """Return numbers for a logger: what the steps have done, and the last norm; empty on a disabled guard.
+
+        Never waits on CUDA, as `GradScaler.metrics`.
+
+        Args:
+            prefix: of each name.
+
+        Returns: by name `updates`, `skipped`, `skip_share` (skipped / updates), `skipped_in_a_row` (those up to now, 0
+            after a good step) and `spikes`, as floats; with `spike_sigma` also `norm`, that of the step judged last,
+            and `limit`, what it was compared with, once there are enough norms. Optimizers that step by themselves
+            have `norm_0`, `limit_0`, `norm_1` and so on, in the order of their first steps. Numbers that are not
+            finite are left out.
+        """
+        return super().metrics(prefix)
 
     def unscale_(self, optimizer: Any) -> None:
         """Check the optimizer's gradients, and agree with the other ranks; nothing is written.

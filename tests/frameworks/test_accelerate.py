@@ -231,7 +231,7 @@ def test_clips_a_single_tensor_by_any_norm_and_leaves_what_no_optimizer_holds_to
 
 @PLAIN_AND_FUSED
 def test_a_hook_of_the_optimizer_is_told_whether_its_own_step_is_skipped(options):
-    """It runs while the optimizer steps, as an average does that lives in one; a plain one's runs in good steps only."""
+    """It runs while the optimizer steps, as an average does that lives in one; a plain one's in good steps only."""
     accelerator, layer, optimizer = ready(**options)
     seen = []
     optimizer.optimizer.register_step_post_hook(lambda *_: seen.append(optimizer.step_was_skipped))

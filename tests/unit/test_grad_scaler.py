@@ -42,8 +42,8 @@ def test_metrics_are_plain_floats_of_what_happened(place: Place) -> None:
     if place.device == "cuda":
         torch.cuda.synchronize()
         found = scaler.metrics("x/")
-    names = ("scale", "updates", "skipped", "skip_share", "growths", "backoffs", "spikes")
-    assert found == dict(zip([f"x/{name}" for name in names], [2.0, 5.0, 3.0, 0.6, 1.0, 3.0, 0.0], strict=True))
+    names = ("scale", "updates", "skipped", "skip_share", "skipped_in_a_row", "growths", "backoffs", "spikes")
+    assert found == dict(zip([f"x/{name}" for name in names], [2.0, 5.0, 3.0, 0.6, 3.0, 1.0, 3.0, 0.0], strict=True))
     assert {type(number) for number in found.values()} == {float}
     assert GradScaler("cpu", enabled=False).metrics() == {}
 

@@ -110,6 +110,8 @@ def test_without_measuring_it_raises() -> None:
     with pytest.raises(RuntimeError, match="headroom.. needs measure=True"):
         GradScaler("cpu").headroom()
     assert "scaler/bits" not in GradScaler("cpu").metrics()
+    with pytest.raises(RuntimeError, match=r"a StepGuard measures nothing; use GradScaler\(measure=True\)"):
+        StepGuard("cpu").headroom(wait=False)
     assert not StepGuard("cpu")._ours.steps.measures
     assert ShardedGradScaler("cpu", measure=True)._ours.steps.measures
 

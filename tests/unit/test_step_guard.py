@@ -333,6 +333,46 @@ def test_a_report_names_a_spike_that_waited_for_others_steps_and_updates(place: 
     assert [spike.norm for spike in guard.overflow_report().spikes] == [50.0]
 
 
+@PLACES
+def test_metrics_have_the_last_norm_and_what_it_was_compared_with(place: Place) -> None:
+    """A spike's own limit, to the bit; after it the window holds that limit, not the norm."""
+    guard, optimizer = guard_on(place, spike_sigma=3.0, window=4), sgd([torch.ones(1)], place.device)
+    assert StepGuard(place.device, enabled=False).metrics() == {}
+    logged = []
+    for norm in (1.0, 2.0, 1.5, 100.0, 1.0, NAN, 2.0):
+        give(optimizer, norm)
+        guard.step(optimizer)
+        guard.update()
+        for _ in range(2 if place.device == "cuda" else 1):
+            if place.device == "cuda":
+                torch.cuda.synchronize()
+            logged.append(guard.metrics())
+    logged = logged[1::2] if place.device == "cuda" else logged
+    assert [each.get("guard/norm") for each in logged] == [1.0, 2.0, 1.5, 100.0, 1.0, None, 2.0]
+    third = 1.5 + 3.0 * math.sqrt(0.5)  # of 1 and 2
+    fourth = 1.5 + 3.0 * 0.5  # of 1, 2 and 1.5
+    fifth = [1.0, 2.0, 1.5, fourth]
+    last = [2.0, 1.5, fourth, 1.0]  # 1 has left the window
+    limits = [sum(h) / 4 + 3.0 * math.sqrt(sum((x - sum(h) / 4) ** 2 for x in h) / 3) for h in (fifth, last, last)]
+    assert [each.get("guard/limit") for each in logged] == pytest.approx([None, None, third, fourth, *limits])
+    names = ("updates", "skipped", "skip_share", "skipped_in_a_row", "spikes")
+    assert [logged[3][f"guard/{name}"] for name in names] == [4.0, 1.0, 0.25, 1.0, 1.0]
+    assert {*logged[3]} == {f"guard/{name}" for name in (*names, "norm", "limit")}
+    assert {type(number) for number in logged[3].values()} == {float}
+    assert logged[-1]["guard/skipped_in_a_row"] == 0.0
+    assert {*StepGuard(place.device).metrics("")} == {*names}  # without sigma nothing computes a norm
+
+
+def test_metrics_number_the_norms_of_several_optimizers() -> None:
+    guard, held = StepGuard("cpu", spike_sigma=3.0), [sgd([torch.ones(1)]) for _ in range(2)]
+    for optimizer, norm in zip(held, (3.0, 4.0), strict=True):
+        give(optimizer, norm)
+        guard.step(optimizer)
+    assert [guard.metrics("").get(name) for name in ("norm", "norm_0", "norm_1")] == [None, 3.0, 4.0]
+    guard.clip_grad_norm_(held, 1.0)  # under one norm
+    assert guard.metrics("")["norm_0"] == 5.0
+
+
 # Limits, states, copies
 
 
