@@ -1,7 +1,8 @@
-"""QLoRA in fp16 as on a T4: TRL's SFTTrainer, a tiny Llama in nf4 that is made here, adapters in bf16.
+"""QLoRA in fp16 as on a T4: SFTTrainer, a tiny Llama in nf4, adapters in bf16.
 
-TRL casts the adapters of a quantized model to bf16, whatever the GPU. Under fp16 autocast their gradients are bf16,
-which torch's scaler refuses on every GPU. `docs/notebooks/qlora_t4.ipynb` is this program, cell by cell.
+TRL casts the adapters of a quantized model to bf16, whatever the GPU. Under fp16
+autocast their gradients are bf16, which torch's scaler refuses on every GPU.
+`docs/notebooks/qlora_t4.ipynb` is this program, cell by cell.
 """
 
 import tempfile
@@ -24,19 +25,37 @@ from scaler_triton.integrations.accelerate import use_scaler_triton
 
 name = tempfile.mkdtemp()
 words = [f"w{number}" for number in range(62)]
-vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", *words])}
-tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
-tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(name)
+numbers = {word: number for number, word in enumerate(["<pad>", "<eos>", *words])}
+splitter = Tokenizer(models.WordLevel(numbers, unk_token="<eos>"))
+splitter.pre_tokenizer = pre_tokenizers.Whitespace()
+tokens = {"pad_token": "<pad>", "eos_token": "<eos>"}
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=splitter, **tokens)
+tokenizer.save_pretrained(name)
 
 torch.manual_seed(0)
-sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-LlamaForCausalLM(LlamaConfig(vocab_size=64, pad_token_id=0, eos_token_id=1, **sizes)).save_pretrained(name)
+config = LlamaConfig(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    pad_token_id=0,
+    eos_token_id=1,
+)
+LlamaForCausalLM(config).save_pretrained(name)
 
-in_nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16)
-model = AutoModelForCausalLM.from_pretrained(name, quantization_config=in_nf4, dtype=torch.float16)
+in_nf4 = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_compute_dtype=torch.float16,
+)
+model = AutoModelForCausalLM.from_pretrained(
+    name,
+    quantization_config=in_nf4,
+    dtype=torch.float16,
+)
 
-rows = [{"text": " ".join(words[(start + place) % 62] for place in range(16))} for start in range(62)]
+texts = [" ".join((words + words)[start : start + 16]) for start in range(62)]
 arguments = SFTConfig(
     output_dir=f"{name}/adapters",
     fp16=True,
@@ -47,22 +66,27 @@ arguments = SFTConfig(
     save_strategy="no",
     report_to=[],
 )
+lora = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear")
 trainer = SFTTrainer(
     model,
     arguments,
-    train_dataset=Dataset.from_list(rows),
+    train_dataset=Dataset.from_dict({"text": texts}),
     processing_class=AutoTokenizer.from_pretrained(name),
-    peft_config=LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear"),
+    peft_config=lora,
 )
 
 scaler = use_scaler_triton(trainer.accelerator)
 
-print({parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad})
+adapters = [each for each in trainer.model.parameters() if each.requires_grad]
+print({each.dtype for each in adapters})
 print(type(trainer.accelerator.scaler))
 
 trainer.train()
 
 stats = scaler.stats()
 print(stats)
-print([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-print(scaler.overflow_report(trainer.model) if stats.skipped else "no step was skipped")
+print([line["loss"] for line in trainer.state.log_history if "loss" in line])
+if stats.skipped:
+    print(scaler.overflow_report(trainer.model))
+else:
+    print("no step was skipped")

@@ -13,6 +13,8 @@ import torch
 from helpers import STRICT
 from torch import Tensor, nn
 
+from scaler_triton import unpatch_torch
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 RANKS = 1 if torch.cuda.is_available() else 2  # NCCL takes one rank a GPU
@@ -129,6 +131,10 @@ PAGES = {
         "[type(each).__name__ for each in (trainer.scaler, fabric.strategy.precision.scaler, guarded.scaler)]"
         " == ['ShardedGradScaler', 'GradScaler', 'StepGuard']",
     ),
+    "t4-v100.md": (
+        "transformers",
+        "type(trainer.accelerator.scaler) is torch.amp.GradScaler is scaler_triton.GradScaler",
+    ),
     "trainer.md": ("transformers", "trainer.state.global_step == trainer.accelerator.scaler.stats().updates == 3"),
 }
 
@@ -157,6 +163,11 @@ def test_a_pages_blocks_run(page: str, tmp_path: Path, request: Any, monkeypatch
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.chdir(tmp_path)  # the Trainer leaves files
     names: dict[str, Any] = {"model": Net(), "data": [{"x": torch.ones(4), "labels": torch.ones(2)}] * 8}
+    if page == "t4-v100.md":  # it takes a trainer for granted, and patches torch
+        from transformers import Trainer, TrainingArguments
+
+        names |= {"torch": torch, "trainer": Trainer(names["model"], TrainingArguments("out", fp16=True))}
+        request.addfinalizer(unpatch_torch)
     for block in re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL):
         exec(compile(block, page, "exec"), names)
     assert eval(holds, names)
