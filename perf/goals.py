@@ -102,6 +102,12 @@ HEADLINES = (
     Goal("the same, and spikes", "guard", ".*", ".*", SPIKES, 1),
     Goal("`scaler_triton.ops.unscale_` on a list of tensors", "passes", OPS, ".*", "unscale", 1),
 )
+# Those of them that the front page shows.
+FIRST = {
+    "a step's scaler in a training loop, fused optimizer",
+    "500 parameters under FSDP2, unscale and clip",
+    "clipping and skipping what is not finite in bf16, `StepGuard`",
+}
 
 
 class Answer(NamedTuple):

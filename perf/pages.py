@@ -1,5 +1,6 @@
 """Tables of what was measured, and the pages that show them: written from the CSVs, never by hand."""
 
+import math
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -7,12 +8,21 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from perf.goals import ABSENT, HEADLINES, Answer, answers
+from perf.goals import ABSENT, FIRST, HEADLINES, Answer, answers
 from perf.rows import ROOT, Entry, Row, read_csv
 
 RESULTS, OLD = ROOT / "perf/results", "version-0.1"  # what other code has measured
 README, FRONT = ROOT / "perf/README.md", ROOT / "README.md"
-EVEN = 0.95  # of torch's time counts as all of it
+WORDS = {
+    0.1: "a tenth",
+    0.2: "a fifth",
+    0.25: "a quarter",
+    0.33: "a third",
+    0.5: "half",
+    0.67: "two thirds",
+    0.75: "three quarters",
+    0.9: "nine tenths",
+}
 
 
 def entries_in(results: Path) -> list[Entry]:
@@ -83,33 +93,29 @@ def missed(found: Sequence[Answer]) -> str:
     return "\n".join(lines) or "Nothing."
 
 
-def gains(found: Sequence[Answer]) -> str:
-    """Return what costs less than with torch's scaler, as much, and more."""
-    kinds: dict[str, dict[str, list[str]]] = {"Less": {}, "Less or more, by size": {}, "As much, or more": {}}
-    measured = [answer for answer in found if answer.row]
-    for goal, best, worst, machine in measured:
-        kind = [*kinds][(worst.p50 >= EVEN) + (best.p50 >= EVEN)]
-        kinds[kind].setdefault(goal.text, []).append(f"{_range(best, worst)} ({machine.device})")
-    texts = {kind: "; ".join(f"{text} {', '.join(each)}" for text, each in of.items()) for kind, of in kinds.items()}
-    lines = [f"- **{kind}**: {text}." for kind, text in texts.items() if text]
-    if all(answer.machine.device.startswith("cpu") for answer in measured):
-        lines.append(f"- On a GPU: {ABSENT}.")
-    return "\n".join(lines)
-
-
 def _range(*rows: Row) -> str:
     return " to ".join(dict.fromkeys(f"{row.p50:.2f}" for row in rows))
 
 
+def in_words(share: float) -> str:
+    """Return a share of torch's time as people say it, never less than it is."""
+    share = round(share, 2)
+    if share in WORDS:
+        return WORDS[share]
+    if share > 1:
+        return f"up to {math.ceil(round(share * 100) / 10) / 10:g} times as long"
+    return next((f"at most {words}" for limit, words in WORDS.items() if share < limit), "as long")
+
+
 def headline_table(found: Sequence[Answer]) -> str:
-    """Return a line for each headline, a column for each machine: from its best case to its worst."""
+    """Return a line for each headline, a column for each machine: from its best case to its worst, that one in words."""
     cells: dict[str, dict[str, str]] = {}
     for goal, best, worst, machine in found:
         if worst:
-            cells.setdefault(goal.text, {})[machine.device] = _range(best, worst)
+            cells.setdefault(goal.text, {})[machine.device] = f"{_range(best, worst)}, {in_words(worst.p50)}"
     machines = sorted({machine for of in cells.values() for machine in of})
     lines = [[text, *(of.get(machine, "") for machine in machines)] for text, of in cells.items()]
-    return table(lines, ("host time, ours / torch, best to worst case", *machines))
+    return table(lines, ("host time, as a share of torch's", *machines))
 
 
 def blocks(questions: Sequence[str], results: Path = RESULTS) -> list[tuple[Path, str, str]]:
@@ -117,11 +123,11 @@ def blocks(questions: Sequence[str], results: Path = RESULTS) -> list[tuple[Path
     entries = entries_in(results)
     found, headlines = answers(entries), answers(entries, HEADLINES)
     return [
-        (README, "gains", gains(headlines)),
+        (README, "costs", headline_table(headlines)),
         (README, "goals", goals_table(found)),
         (README, "missed", missed(found)),
         *((README, question, question_tables(entries, question)) for question in questions),
-        (FRONT, "costs", headline_table(headlines)),
+        (FRONT, "costs", headline_table([answer for answer in headlines if answer.goal.text in FIRST])),
     ]
 
 

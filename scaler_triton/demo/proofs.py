@@ -1,6 +1,6 @@
 """Torch's known defects, each as a small program that runs on two ranks with torch's scalers or with ours.
 
-`--prove` runs them, and the README's table is made of them. A function's docstring says when the defect shows, its
+`--prove` runs them, and docs/agreement.md shows their table. A function's docstring says when the defect shows, its
 decorator what torch does then, what ours does (by default all ranks skip the step) and what every rank must hold."""
 
 import shutil

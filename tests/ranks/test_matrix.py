@@ -1,4 +1,4 @@
-"""Whole training runs under every wrapper: what README.md's table shows, and what one process does."""
+"""Whole training runs under every wrapper: what docs/agreement.md's table shows, and what one process does."""
 
 import itertools
 from pathlib import Path
@@ -12,13 +12,13 @@ from ranks.models import STEPS, Net, against_one_process
 
 pytestmark = pytest.mark.distributed
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/agreement.md"
 
 
-# README.md's yes/no table: do all ranks agree on a step that overflows, with torch's class and with ours?
+# The page's yes/no table: do all ranks agree on a step that overflows, with torch's class and with ours?
 
 
-# How README.md names it: the wrapper, the class its users take, and where an overflow shows up by itself.
+# How the page names it: the wrapper, the class its users take, and where an overflow shows up by itself.
 ROWS: dict[str, tuple[str, str, list[Fault]]] = {
     "DDP, `GradScaler`": ("ddp", "grad", [Fault(2, rank) for rank in range(4)]),  # gradients are equal
     "FSDP1, `ShardedGradScaler`": ("fsdp1-full", "sharded", [Fault(2, 1)]),
@@ -59,7 +59,7 @@ def test_readme_matrix(four):
         assert cells[2:] == ["yes", "yes"], name
         lines.append(f"| {name} | {' | '.join(cells)} |")
     table = "\n".join(lines)
-    assert f"<!-- matrix -->\n{table}\n<!-- /matrix -->" in README.read_text(), f"measured was:\n{table}"
+    assert f"<!-- matrix -->\n{table}\n<!-- /matrix -->" in PAGE.read_text(), f"measured was:\n{table}"
 
 
 # Beside one process that skips the same steps.

@@ -1,4 +1,4 @@
-"""The cases of torch's defects: what counts as right, what is printed, and the README's table."""
+"""The cases of torch's defects: what counts as right, what is printed, and the page's table."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from scaler_triton.demo import proofs
 from scaler_triton.demo.launch import Answer
 from scaler_triton.demo.proofs import CASES, Outcome, prove
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs/agreement.md"
 SKIP, STEP = CASES["fsdp1-fused"], CASES["fused-then-plain"]  # every rank must skip, or step
 SKIPPED = Outcome(4.0, "skipped", "same unchanged")
 STEPPED = Outcome(8.0, "stepped", "old -> new")
@@ -23,12 +23,12 @@ def answers(*outcomes: Outcome | str) -> list[Answer]:
     return [Answer(rank, **{kind: each}) for rank, (kind, each) in enumerate(zip(kinds, outcomes, strict=True))]
 
 
-def test_the_readme_holds_the_table_of_the_cases() -> None:
+def test_the_page_holds_the_table_of_the_cases() -> None:
     rows = ["| case | with torch | with scaler_triton |", "| --- | --- | --- |"]
     for case in CASES.values():
         known = f" ([known](https://github.com/pytorch/pytorch/issues/{case.issue}))" if case.issue else ""
         rows.append(f"| `{case.name}`: {case.summary} | {case.torch}{known} | {case.ours} |")
-    assert "\n".join(["<!-- cases -->", *rows, "<!-- /cases -->\n"]) in README.read_text()
+    assert "\n".join(["<!-- cases -->", *rows, "<!-- /cases -->\n"]) in PAGE.read_text()
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,23 @@ def test_the_worst_case_that_matches_answers() -> None:
     assert (answer.best.case, answer.row.case, answer.row.p50, answer.met) == ("a", "b", 0.6, "no")
 
 
-@pytest.mark.parametrize(("page", "name", "text"), pages.blocks([*command.QUESTIONS])[:-1])
+@pytest.mark.parametrize(("page", "name", "text"), pages.blocks([*command.QUESTIONS]))
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (0.0995, "a tenth"),
+        (0.217, "at most a quarter"),
+        (0.3333, "a third"),
+        (0.338, "at most half"),
+        (0.91, "as long"),
+        (1.004, "as long"),
+        (1.43, "up to 1.5 times as long"),
+        (2.0, "up to 2 times as long"),
+    ],
+)
+def test_words_never_say_less_than_the_figure_beside_them(share: float, words: str) -> None:
+    assert pages.in_words(share) == words
+
+
 def test_the_page_says_what_the_csvs_say(page: Path, name: str, text: str) -> None:
     assert f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in page.read_text()
