@@ -108,7 +108,7 @@ def in_words(share: float) -> str:
 
 
 def headline_table(found: Sequence[Answer]) -> str:
-    """Return a line for each headline, a column for each machine: from its best case to its worst, that one in words."""
+    """Return a line for each headline, a column for each machine: its best case and its worst, and that in words."""
     cells: dict[str, dict[str, str]] = {}
     for goal, best, worst, machine in found:
         if worst:

@@ -1,4 +1,7 @@
-"""The model and the optimizer compiled, the scaler between them: python compile.py [BACKEND]."""
+"""The model and the optimizer compiled, the scaler between them.
+
+python compile.py [BACKEND]
+"""
 
 import sys
 
@@ -9,9 +12,11 @@ from scaler_triton import GradScaler
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 backend = sys.argv[1] if len(sys.argv) > 1 else "inductor"
 
-model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4)).to(device)
+layers = torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4)
+model = torch.nn.Sequential(*layers).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.9)
-optimizer.step = torch.compile(optimizer.step, backend=backend)  # lr is a tensor: a new value compiles nothing anew
+# The learning rate is a tensor: a new value compiles nothing anew.
+optimizer.step = torch.compile(optimizer.step, backend=backend)
 scaler = GradScaler(device.type, init_scale=256.0, growth_interval=4)
 
 
@@ -23,9 +28,11 @@ def loss_of(inputs, targets):
 
 
 for number in range(8):
-    with torch._dynamo.config.patch(error_on_recompile=number > 2):  # proves that nothing compiles after warm-up
+    # Proves that nothing compiles after warm-up.
+    with torch._dynamo.config.patch(error_on_recompile=number > 2):
         optimizer.zero_grad()
-        loss = loss_of(torch.randn(8, 16, device=device), torch.zeros(8, 4, device=device))
+        inputs = torch.randn(8, 16, device=device)
+        loss = loss_of(inputs, torch.zeros(8, 4, device=device))
         scaler.scale(loss).backward()
         scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)

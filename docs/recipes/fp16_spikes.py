@@ -1,4 +1,7 @@
-"""fp16 that also skips spikes: a scaler unscales and skips overflows, then a guard clips, skips spikes, and steps."""
+"""fp16 that also skips spikes.
+
+A scaler unscales and skips overflows, then a guard clips, skips spikes, and steps.
+"""
 
 import torch
 
@@ -6,9 +9,14 @@ from scaler_triton import GradScaler, StepGuard
 
 
 class Guarded:
-    """An optimizer whose step is clipped and judged by a guard; the scaler unscales before it calls it."""
+    """An optimizer whose step is clipped and judged by a guard.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, guard: StepGuard, max_norm: float) -> None:
+    The scaler unscales before it calls it.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, guard: StepGuard, max_norm: float
+    ) -> None:
         self.optimizer, self.guard, self.max_norm = optimizer, guard, max_norm
 
     @property
@@ -23,9 +31,11 @@ class Guarded:
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).to(device)
+layers = torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)
+model = torch.nn.Sequential(*layers).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-scaler, guard = GradScaler(device.type, 64.0), StepGuard(device.type, spike_sigma=6.0, window=16)
+scaler = GradScaler(device.type, 64.0)
+guard = StepGuard(device.type, spike_sigma=6.0, window=16)
 guarded = Guarded(optimizer, guard, 1.0)
 
 for step in range(40):
@@ -35,11 +45,13 @@ for step in range(40):
     with torch.autocast(device.type, dtype=torch.float16):
         loss = (model(batch) - batch.sum(1, keepdim=True)).float().square().mean()
     scaler.scale(loss).backward()
-    scaler.step(guarded)  # waits for the scaler's flag, as for any optimizer that is not fused
+    # Waits for the scaler's flag, as for any optimizer that is not fused.
+    scaler.step(guarded)
     scaler.update()
     if scaler.was_skipped(guarded):
         print(f"step {step}, scaler: {scaler.overflow_report(model)}")
     elif guard.was_skipped(optimizer):
         print(f"step {step}, guard: {guard.overflow_report(model)}")
 
-print(f"scale {scaler.get_scale():g}; {guard.stats().updates} judged, {guard.stats().spikes} spike")
+stats = guard.stats()
+print(f"scale {scaler.get_scale():g}; {stats.updates} judged, {stats.spikes} spike")

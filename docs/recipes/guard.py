@@ -1,4 +1,7 @@
-"""bf16 training that skips bad steps: python guard.py, or torchrun --nproc-per-node 2 guard.py ddp (or fsdp2)."""
+"""bf16 training that skips bad steps.
+
+python guard.py, or torchrun --nproc-per-node 2 guard.py ddp (or fsdp2)
+"""
 
 import sys
 
@@ -13,10 +16,13 @@ kind = "cuda" if torch.cuda.is_available() else "cpu"
 if how != "alone":
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
 rank, ranks = (0, 1) if how == "alone" else (dist.get_rank(), dist.get_world_size())
-device = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+device = torch.device(kind)
+if kind == "cuda":
+    device = torch.device(kind, rank % torch.cuda.device_count())
 
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).to(device)
+layers = torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)
+model = torch.nn.Sequential(*layers).to(device)
 if how == "ddp":
     model = torch.nn.parallel.DistributedDataParallel(model)
 elif how == "fsdp2":
@@ -33,7 +39,8 @@ for step in range(40):
     with torch.autocast(kind, dtype=torch.bfloat16):
         loss = (model(batch) - batch.sum(1, keepdim=True)).float().square().mean()
     loss.backward()
-    guard.clip_grad_norm_(optimizer, 1.0)  # leave it out if you do not clip: then step checks; FSDP1 needs model=model
+    # Leave it out if you do not clip: then step checks; FSDP1 needs model=model.
+    guard.clip_grad_norm_(optimizer, 1.0)
     guard.step(optimizer)
     guard.update()
     if guard.was_skipped(optimizer):  # waits for the flag; leave it out if nobody asks
@@ -41,5 +48,6 @@ for step in range(40):
         if rank == 0:
             print(f"step {step}: {report}")
 if how != "alone":
-    dist.barrier()  # no thread of a backend is to work on into the end of the interpreter
+    # No thread of a backend is to work on into the end of the interpreter.
+    dist.barrier()
     dist.destroy_process_group()

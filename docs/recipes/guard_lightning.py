@@ -3,8 +3,7 @@
 import lightning.pytorch as pl
 import torch
 
-from scaler_triton import StepGuard
-from scaler_triton.integrations.lightning import step_guard_precision
+from scaler_triton import StepGuard, step_guard_precision
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 guard = StepGuard(device, spike_sigma=6.0, window=16)
@@ -13,13 +12,16 @@ guard = StepGuard(device, spike_sigma=6.0, window=16)
 class Sums(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+        layers = torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)
+        self.net = torch.nn.Sequential(*layers)
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         inputs, targets = batch
         return torch.nn.functional.mse_loss(self.net(inputs).float(), targets)
 
-    def on_train_batch_end(self, outputs: object, batch: list[torch.Tensor], index: int) -> None:
+    def on_train_batch_end(
+        self, outputs: object, batch: list[torch.Tensor], index: int
+    ) -> None:
         if guard.was_skipped(self.optimizers()):
             print(f"step {index}: {guard.overflow_report(self)}")
 
@@ -36,7 +38,8 @@ data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
 trainer = pl.Trainer(
     accelerator=device,
     devices=1,
-    plugins=step_guard_precision(pl.Trainer, guard, device=device),  # the one line, instead of precision="bf16-mixed"
+    # The one line, instead of precision="bf16-mixed".
+    plugins=step_guard_precision(pl.Trainer, guard, device=device),
     gradient_clip_val=1.0,
     max_epochs=1,
     logger=False,

@@ -3,13 +3,14 @@
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from scaler_triton.integrations.accelerate import use_step_guard
+from scaler_triton import use_step_guard
 
 
 class Sums(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+        layers = torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)
+        self.net = torch.nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": torch.nn.functional.mse_loss(self.net(x).float(), labels)}

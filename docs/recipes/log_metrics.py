@@ -1,4 +1,7 @@
-"""What the scaler does and what it measures, in TensorBoard; one line for other loggers. Nothing waits for the GPU."""
+"""What the scaler does and measures, in TensorBoard; one line for other loggers.
+
+Nothing waits for the GPU.
+"""
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
@@ -7,7 +10,8 @@ from scaler_triton import GradScaler
 
 torch.manual_seed(0)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).to(device)
+layers = torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)
+model = torch.nn.Sequential(*layers).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scaler = GradScaler(device.type, measure=True)
 writer = SummaryWriter("runs")

@@ -14,7 +14,9 @@ kind = "cuda" if torch.cuda.is_available() else "cpu"
 rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 if ranks > 1:
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-device = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+device = torch.device(kind)
+if kind == "cuda":
+    device = torch.device(kind, rank % torch.cuda.device_count())
 
 torch.manual_seed(0)
 layers = [torch.nn.Linear(16, 64, bias=False), torch.nn.GELU()]
@@ -45,7 +47,8 @@ for step in range(40):
         report = guard.overflow_report(model, gather=ranks > 1)
         if rank == 0:
             print(f"step {step}: {report}")
-        torch.save({"step": step, "loss": loss.item(), "batch": batch}, f"bad-{step}-{rank}.pt")
+        saved = {"step": step, "loss": loss.item(), "batch": batch}
+        torch.save(saved, f"bad-{step}-{rank}.pt")
 
 if rank == ranks - 1:
     saved = torch.load(f"bad-20-{rank}.pt")
@@ -56,5 +59,6 @@ if rank == ranks - 1:
     except RuntimeError as error:
         print(error)
 if ranks > 1:
-    dist.barrier()  # no thread of a backend is to work on into the end of the interpreter
+    # No thread of a backend is to work on into the end of the interpreter.
+    dist.barrier()
     dist.destroy_process_group()

@@ -6,7 +6,8 @@ from scaler_triton import GradScaler
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).to(device)
+layers = torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)
+model = torch.nn.Sequential(*layers).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 scaler = GradScaler(device.type, init_scale=2.0**16, growth_interval=20)
 

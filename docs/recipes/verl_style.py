@@ -1,4 +1,4 @@
-"""An actor and a critic, updated as RL trainers do: micro-batches, FSDP2, a clip; and was it skipped?
+"""An actor and a critic, updated as RL trainers do: micro-batches, FSDP2, a clip.
 
 torchrun --standalone --nproc-per-node 2 docs/recipes/verl_style.py
 """
@@ -11,14 +11,17 @@ from scaler_triton import ShardedGradScaler
 
 kind = "cuda" if torch.cuda.is_available() else "cpu"
 dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-device = torch.device(kind, dist.get_rank() % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+device = torch.device(kind)
+if kind == "cuda":
+    device = torch.device(kind, dist.get_rank() % torch.cuda.device_count())
 mesh = dist.init_device_mesh(kind, (dist.get_world_size(),))
 
 
 class Learner:
     def __init__(self, outputs: int) -> None:
-        net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, outputs))
-        self.model = fully_shard(net.to(device), mesh=mesh)
+        layers = torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, outputs)
+        net = torch.nn.Sequential(*layers).to(device)
+        self.model = fully_shard(net, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.scaler = ShardedGradScaler(kind, growth_interval=400)
 
@@ -28,7 +31,8 @@ class Learner:
             with torch.autocast(kind, dtype=torch.float16):
                 loss = self.model(micro).float().square().mean() / micro_batches
             self.scaler.scale(loss).backward()
-        norm = self.scaler.clip_grad_norm_(self.optimizer, 1.0)  # FSDP1 needs model=self.model, too
+        # FSDP1 needs model=self.model, too.
+        norm = self.scaler.clip_grad_norm_(self.optimizer, 1.0)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return norm
@@ -42,6 +46,8 @@ for step in range(20):
     for name, learner in {"actor": actor, "critic": critic}.items():
         learner.update(batch)
         if learner.scaler.was_skipped(learner.optimizer):  # on every rank alike
-            print(f"rank {dist.get_rank()}, step {step}: {name} skipped, scale now {learner.scaler.get_scale():g}")
+            scale = learner.scaler.get_scale()
+            where = f"rank {dist.get_rank()}, step {step}"
+            print(f"{where}: {name} skipped, scale now {scale:g}")
 dist.barrier()  # no thread of a backend is to work on into the end of the interpreter
 dist.destroy_process_group()

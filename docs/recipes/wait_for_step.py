@@ -1,4 +1,7 @@
-"""A learning-rate schedule and an average of the weights that wait for the step: a skipped one moves neither."""
+"""A learning-rate schedule and an average of the weights that wait for the step.
+
+A skipped one moves neither.
+"""
 
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -7,7 +10,8 @@ from scaler_triton import GradScaler
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).to(device)
+layers = torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)
+model = torch.nn.Sequential(*layers).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=100)
 average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -27,4 +31,5 @@ for step in range(40):
         scheduler.step()
         average.update_parameters(model)
 
-print(f"40 batches, {average.n_averaged.item()} averaged; lr {scheduler.get_last_lr()[0]:.6f}")
+rate = scheduler.get_last_lr()[0]
+print(f"40 batches, {average.n_averaged.item()} averaged; lr {rate:.6f}")

@@ -1,11 +1,13 @@
-"""Lightning's Trainer in fp16 with our scaler: a fused optimizer, clipped by norm; schedule and average wait for it."""
+"""Lightning's Trainer in fp16 with our scaler: a fused optimizer, clipped by norm.
+
+A schedule and an average wait for skipped steps.
+"""
 
 import lightning.pytorch as pl
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from scaler_triton import GradScaler
-from scaler_triton.integrations.lightning import mixed_precision
+from scaler_triton import GradScaler, mixed_precision
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -13,7 +15,8 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 class Sums(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+        layers = torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)
+        self.net = torch.nn.Sequential(*layers)
         self.average = AveragedModel(self.net)
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
@@ -22,25 +25,30 @@ class Sums(pl.LightningModule):
 
     def configure_optimizers(self) -> dict[str, object]:
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2, fused=True)
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=80)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        schedule = torch.optim.lr_scheduler.LinearLR(
+            optimizer, 1.0, 0.5, total_iters=80
+        )
+        stepwise = {"scheduler": schedule, "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": stepwise}
 
-    def lr_scheduler_step(self, scheduler: torch.optim.lr_scheduler.LRScheduler, metric: object) -> None:
+    def lr_scheduler_step(self, schedule: object, metric: object) -> None:
         if not self.trainer.scaler.was_skipped(self.optimizers()):
-            super().lr_scheduler_step(scheduler, metric)
+            super().lr_scheduler_step(schedule, metric)
             self.average.update_parameters(self.net)
 
 
 pl.seed_everything(0, verbose=False)
 inputs = torch.randn(256, 16)
 inputs[100, 3] = 1e30  # infinite in fp16: the step of this batch is skipped
-data = torch.utils.data.TensorDataset(inputs, inputs.nan_to_num().sum(1, keepdim=True).clamp(-20, 20))
+targets = inputs.sum(1, keepdim=True).clamp(-20, 20)
+data = torch.utils.data.TensorDataset(inputs, targets)
 module = Sums()
 
 trainer = pl.Trainer(
     accelerator=device,
     devices=1,
-    plugins=mixed_precision(pl.Trainer, GradScaler(device, 1024.0), device=device),  # the one line
+    # The one line.
+    plugins=mixed_precision(pl.Trainer, GradScaler(device, 1024.0), device=device),
     gradient_clip_val=1.0,
     max_epochs=10,
     logger=False,
@@ -51,5 +59,6 @@ trainer = pl.Trainer(
 trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=32))
 print(trainer.scaler.stats())
 rate = module.lr_schedulers().get_last_lr()[0]
-print(f"{module.average.n_averaged.item()} of {trainer.global_step} averaged; lr {rate:.6f}")
+averaged = module.average.n_averaged.item()
+print(f"{averaged} of {trainer.global_step} averaged; lr {rate:.6f}")
 print(trainer.scaler.overflow_report(module))

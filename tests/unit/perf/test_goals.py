@@ -27,7 +27,6 @@ def test_the_worst_case_that_matches_answers() -> None:
     assert (answer.best.case, answer.row.case, answer.row.p50, answer.met) == ("a", "b", 0.6, "no")
 
 
-@pytest.mark.parametrize(("page", "name", "text"), pages.blocks([*command.QUESTIONS]))
 @pytest.mark.parametrize(
     ("share", "words"),
     [
@@ -45,5 +44,6 @@ def test_words_never_say_less_than_the_figure_beside_them(share: float, words: s
     assert pages.in_words(share) == words
 
 
+@pytest.mark.parametrize(("page", "name", "text"), pages.blocks([*command.QUESTIONS]))
 def test_the_page_says_what_the_csvs_say(page: Path, name: str, text: str) -> None:
     assert f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in page.read_text()
