@@ -1,13 +1,18 @@
 """What the commands share: missing packages, error messages, progress bars."""
 
 import importlib.util
+import os
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from scaler_triton.text import table
+
+FEWEST_COLUMNS = 20  # of a column that is wrapped
 REFRESH = 0.1  # seconds, on a terminal
 REFRESH_IN_LOG = 5.0
 # tqdm's default without the rate, which would leave no room for the bar in 80 columns.
@@ -45,6 +50,29 @@ def fitted(text: str, stream: TextIO) -> str:
     return "\n".join(wrapper.fill(line) if len(line) > columns else line for line in text.split("\n"))
 
 
+def coloured(text: str, good: bool, stream: TextIO) -> str:
+    """Return the `fitted` text; on a terminal with colours its first word is green if it is `good`, else red."""
+    text = fitted(text, stream)
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return re.sub(r"\w+", rf"\033[{32 if good else 31}m\g<0>\033[0m", text, count=1)
+
+
+def fitted_table(rows: Sequence[Sequence[str]], sides: str, stream: TextIO) -> str:
+    """Return a table (see `text.table`); where the stream is a terminal, its widest column is wrapped to fit."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widest = widths.index(max(widths))
+    room = shutil.get_terminal_size().columns - sum(widths) - 2 * len(widths[1:]) + widths[widest]
+    if stream.isatty() and room < widths[widest]:
+        whole, rows = rows, []
+        for row in whole:
+            parts = textwrap.wrap(row[widest], max(room, FEWEST_COLUMNS)) or [""]
+            others = [*row[:widest]], [*row[widest + 1 :]]
+            rows += [[*others[0], parts[0], *others[1]]]
+            rows += [[*("" for _ in others[0]), part, *("" for _ in others[1])] for part in parts[1:]]
+    return "\n".join(line.rstrip() for line in table(rows, sides))
+
+
 def driver_version() -> str:
     """Return the version of the GPU's kernel driver, or "unknown"."""
     for module in ("nvidia", "amdgpu"):
@@ -63,6 +91,9 @@ class NoBar:
 
     def __exit__(self, *exc_info: object) -> None:
         pass
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def update(self) -> None:
         """Do nothing."""

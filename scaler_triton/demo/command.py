@@ -7,12 +7,14 @@ from pathlib import Path
 
 from scaler_triton.cli.console import complain, missing_packages, requested_backend
 
-HELP = "train a small transformer and check that every rank agrees, or prove one of torch's defects"
+HELP = (
+    "train a small transformer with torch's scaler and with ours, and check whether its ranks agree; or prove a defect"
+)
 MODES = {
     "single": "one process, nothing sharded",
     "ddp": "DistributedDataParallel",
-    "fsdp1": "FullyShardedDataParallel",
-    "fsdp2": "fully_shard (default)",
+    "fsdp1": "FullyShardedDataParallel (default)",
+    "fsdp2": "fully_shard",
 }
 OTHER_PICTURES = (".bmp", ".eps", ".gif", ".jpeg", ".jpg", ".pdf", ".ps", ".svg", ".tif", ".tiff", ".webp")
 FEWEST_STEPS, MOST_STEPS = 6, 128  # three are skipped, the loss must fall in others; rounding drives long runs apart
@@ -20,28 +22,32 @@ FEWEST_STEPS, MOST_STEPS = 6, 128  # three are skipped, the loss must fall in ot
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the demo's arguments."""
-    parser.add_argument("--scaler", choices=("ours", "torch"), default="ours", help="default: ours")
+    parser.add_argument("--scaler", choices=("both", "ours", "torch"), default="both", help="default: both")
     modes = parser.add_mutually_exclusive_group()
     for mode, what in MODES.items():
-        modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, default="fsdp2", help=what)
-    parser.add_argument("--optimizer", choices=("adamw", "adamw-fused", "sgd"), default="adamw", help="default: adamw")
+        modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, default="fsdp1", help=what)
+    optimizers = ("adamw", "adamw-fused", "sgd")
+    parser.add_argument("--optimizer", choices=optimizers, default="adamw-fused", help="default: adamw-fused")
     parser.add_argument("--steps", type=_step_count, default=48, metavar="N", help="6 to 128, default: 48")
-    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="a .png file or a folder, default: demo.png")
+    parser.add_argument("--out", type=Path, help="a .png file or a folder, default: demo.png")
     parser.add_argument("--prove", metavar="CASE", help="show a known defect of torch and nothing else; or: list, all")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo or a proof and return the exit status."""
-    if missing := missing_packages(["tabulate"] if arguments.prove else ["matplotlib", "tabulate", "tqdm"]):
-        return complain(f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if arguments.prove:
         return _prove(arguments)
-    if arguments.out.suffix.lower() in OTHER_PICTURES and not arguments.out.is_dir():
-        return complain(f"--out {arguments.out}: must be a .png file or a folder")
-    try:
-        picture = picture_path(arguments.out)
-    except OSError as error:
-        return complain(f"--out {arguments.out}: cannot write there: {error.strerror}")
+    picture = None
+    if not (missing := missing_packages(["matplotlib"])):
+        out = arguments.out or Path("demo.png")
+        if out.suffix.lower() in OTHER_PICTURES and not out.is_dir():
+            return complain(f"--out {out}: must be a .png file or a folder")
+        try:
+            picture = picture_path(out)
+        except OSError as error:
+            return complain(f"--out {out}: cannot write there: {error.strerror}")
+    elif arguments.out:
+        return complain(f"--out {arguments.out}: a picture needs {', '.join(missing)}: pip install {' '.join(missing)}")
     from scaler_triton.demo.show import show
 
     if requested_backend() is None:

@@ -3,8 +3,8 @@
 `--prove` runs them, and docs/agreement.md shows their table. A function's docstring says when the defect shows, its
 decorator what torch does then, what ours does (by default all ranks skip the step) and what every rank must hold."""
 
-import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from hashlib import sha256
@@ -12,7 +12,6 @@ from math import frexp, inf
 from typing import Any, NamedTuple
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 
-from scaler_triton.cli.console import fitted
+from scaler_triton.cli.console import coloured, fitted, fitted_table
 from scaler_triton.demo.launch import Answer, run_ranks
 from scaler_triton.demo.train import load_library, put_inf
 from scaler_triton.gradients import local_tensor
@@ -28,6 +27,7 @@ from scaler_triton.text import one_line, rank_names
 
 START = 8.0  # the scale before the step: 4 after one backoff
 NOT_RUN = 3  # the exit status where a case could not run
+HEAD = ("  rank", "  scale", "optimizer  ", "its parameters, or its error  ")
 
 
 class Outcome(NamedTuple):
@@ -89,8 +89,12 @@ class Case(NamedTuple):
 
     def wrong(self, answers: Sequence[Answer]) -> str:
         """Return what went wrong, in words; empty if all is right."""
-        if errors := [f"rank {answer.rank} raises {answer.error.split(':')[0]}" for answer in answers if answer.error]:
-            return "; ".join(errors).replace("raises RankTimeout", "hangs in a collective")
+        errors: dict[str, list[int]] = {}
+        for answer in answers:
+            if answer.error:
+                errors.setdefault(answer.error.split(":")[0], []).append(answer.rank)
+        if errors:
+            return "; ".join(f"{rank_names(ranks)} {_failed(kind, ranks)}" for kind, ranks in errors.items())
         outcomes: list[Outcome] = [answer.value for answer in answers]
         scale, stepped = outcomes[0].scale, outcomes[0].did == "stepped"
         wrong = ["the ranks split"] if {(o.scale, o.did == "stepped") for o in outcomes} != {(scale, stepped)} else []
@@ -101,6 +105,11 @@ class Case(NamedTuple):
         if not wrong and stepped != self.stepped:
             wrong.append(f"the step was {'taken' if stepped else 'skipped'}")
         return "; ".join(wrong)
+
+
+def _failed(kind: str, ranks: Sequence[int]) -> str:
+    s = "s" if len(ranks) == 1 else ""
+    return f"hang{s} in a collective" if kind == "RankTimeout" else f"raise{s} {kind}"
 
 
 CASES: dict[str, Case] = {}
@@ -318,8 +327,9 @@ def shown(scale: float) -> str:
 
 def list_cases(columns: int | None = None) -> str:
     """Return the names and summaries, a line each, or several of at most `columns` characters."""
-    widths = [None, columns and columns - max(map(len, CASES)) - 2]
-    return str(tabulate([case[:2] for case in CASES.values()], tablefmt="plain", maxcolwidths=widths))
+    names = max(map(len, CASES))
+    wrapper = textwrap.TextWrapper(columns or sys.maxsize, subsequent_indent=" " * (names + 2))
+    return "\n".join(wrapper.fill(f"{case.name:{names}}  {case.summary}") for case in CASES.values())
 
 
 def prove(cases: Sequence[Case]) -> int:
@@ -329,26 +339,31 @@ def prove(cases: Sequence[Case]) -> int:
     """
     missing = [] if torch.cuda.is_available() else [case.name for case in cases if case.on_gpu]
     cases, unexpected, mended = [case for case in cases if case.name not in missing], [], []
-    last = max(shutil.get_terminal_size().columns - 30, 20) if sys.stdout.isatty() else None  # 30 are the other columns
-    head = ["rank", "scale", "optimizer", "its parameters, or its error"]
-    form = {"colalign": ["right", "right", "left", "left"], "maxcolwidths": [None, None, None, last]}
+    found = [("case", "torch", "ours")]
     for case in cases:
         right = f"every rank {'steps' if case.stepped else 'skips the step'} and holds scale {shown(case.scale)}"
         print(fitted(f"{case.name}: {case.summary}\nright is: {right}\n", sys.stdout), flush=True)
+        said = {}
         for library in ("torch", "ours"):
             answers = run_ranks(run_case, case.name, library)
             wrong = case.wrong(answers)
-            print(load_library(library)[0], tabulate(map(_row, answers), head, disable_numparse=True, **form), sep="\n")
-            print(fitted(f"{f'WRONG: {wrong}' if wrong else 'RIGHT'}\n", sys.stdout), flush=True)
+            said[library] = f"WRONG: {wrong}" if wrong else "RIGHT"
+            print(load_library(library)[0])
+            print(fitted_table([HEAD, *map(_row, answers)], ">><<", sys.stdout))
+            print(coloured(f"{said[library]}\n", not wrong, sys.stdout), flush=True)
             if library == "torch" and not wrong and case.may_be_mended():
                 mended.append(case.name)
             elif bool(wrong) is (library == "ours"):
                 text = f"scaler_triton is wrong: {wrong}" if wrong else "torch is no longer wrong"
                 unexpected.append(f"UNEXPECTED: {case.name}: {text}")
+        found.append((case.name, said["torch"], said["ours"]))
+    if len(cases) > 1:
+        print(fitted_table(found, "<<<", sys.stdout), end="\n\n")
     rest = len(cases) - len(mended)
     where = f" in all {rest} {'other ' if mended else ''}cases" if rest > 1 else ""
     if rest or unexpected:
-        print(fitted("\n".join(unexpected) or f"As expected{where}: torch wrong, ours right.", sys.stdout))
+        text = "\n".join(unexpected) or f"As expected{where}: torch wrong, ours right."
+        print(coloured(text, not unexpected, sys.stdout))
     if mended:
         print(f"MENDED: {', '.join(mended)}: this torch is right, too")
     if missing:
@@ -361,7 +376,7 @@ def run_case(rank: int, name: str, library: str) -> Outcome:
     return CASES[name].run(rank, load_library(library)[1]).outcome()
 
 
-def _row(answer: Answer) -> list[object]:
+def _row(answer: Answer) -> list[str]:
     if answer.error:
-        return [answer.rank, "-", "error", one_line(answer.error.splitlines()[0], 90)]
-    return [answer.rank, shown(answer.value.scale), answer.value.did, answer.value.parameters]
+        return [str(answer.rank), "-", "error", one_line(answer.error.splitlines()[0], 90)]
+    return [str(answer.rank), shown(answer.value.scale), answer.value.did, answer.value.parameters]

@@ -67,6 +67,17 @@ def load_library(name: str) -> tuple[str, Any]:
     return f"scaler_triton {scaler_triton.__version__}", scaler_triton
 
 
+def mean_losses(ranks: Sequence[Trace]) -> list[float]:
+    """Return the loss of each step, averaged over the ranks' micro-batches."""
+    return [sum(losses) / len(losses) for losses in zip(*(trace.losses for trace in ranks), strict=True)]
+
+
+def first_split(ranks: Sequence[Trace]) -> int | None:
+    """Return after which step, counted from 1, the ranks hold different scales for the first time; None: never."""
+    by_step = zip(*(trace.scales for trace in ranks), strict=True)
+    return next((step for step, scales in enumerate(by_step) if len(set(scales)) > 1), None)
+
+
 def train_rank(rank: int, config: Config) -> Trace:
     """Train as one of the ranks."""
     _, library = load_library(config.scaler)

@@ -10,16 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from helpers import STRICT
-
-pytest.importorskip("matplotlib")
-pytest.importorskip("tabulate")
-pytest.importorskip("tqdm")
-
-from matplotlib.image import imread
 
 from scaler_triton.demo import show
 from scaler_triton.demo.launch import Answer, run_ranks
@@ -33,16 +28,16 @@ ROOT = Path(__file__).parents[2]
 TORCH_IS_WRONG = {
     "fsdp1-fused": "the ranks split",
     "fused-clip": "NaN or Inf in the weights of ranks 0-1",
-    "fused-adam-unscale": "rank 0 raises RuntimeError; rank 1 raises RuntimeError",
+    "fused-adam-unscale": "ranks 0-1 raise RuntimeError",
     "tp-first-replicated": "the ranks split",
-    "dtensor-beside-plain": "rank 0 raises RuntimeError; rank 1 raises RuntimeError",
+    "dtensor-beside-plain": "ranks 0-1 raise RuntimeError",
     "rank-without-grads": "the ranks split",
     "rank-without-grads-dtensor": "rank 0 raises AssertionError; rank 1 hangs in a collective",
     "scale-to-inf": "the scale is inf instead of 2^127",
     "tracker-past-interval": "the scale is 8 instead of 32",
     "failed-step": "NaN or Inf in the weights of ranks 0-1",
-    "fused-then-plain": "rank 0 raises RuntimeError; rank 1 raises RuntimeError",
-    "bf16-grads": "rank 0 raises NotImplementedError; rank 1 raises NotImplementedError",
+    "fused-then-plain": "ranks 0-1 raise RuntimeError",
+    "bf16-grads": "ranks 0-1 raise NotImplementedError",
 }
 SMALL = ModelSize(layers=2, width=16, heads=2, context=16)
 
@@ -114,11 +109,15 @@ def test_our_demo_succeeds_in_under_a_minute(tmp_path: Path) -> None:
     crowded = os.getloadavg()[0] / (os.cpu_count() or 1)  # others may use the machine, too
     assert time.monotonic() - begin < 60 * min(max(crowded, 1.0), 2.0)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "OK: every check holds" in done.stdout
-    assert "FAILED" not in done.stdout
-    assert [line.split()[0] for line in done.stdout.splitlines() if " yes " in line] == ["10", "25", "39"]
-    assert "48/48" in done.stderr
-    assert imread(tmp_path / "demo.png").std() > 0.01
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "OK: every check holds with ours; with torch's scaler 4 of 6 fail"
+    assert "FAILED  the scales of the ranks split after step 10; after the last update: 65536, 16384" in lines
+    assert [line.split()[0] for line in lines if " ONLY " in line and line.endswith(" yes")] == ["10", "25", "39"]
+    assert done.stderr.startswith("starting two ranks ...\n")
+    if find_spec("tqdm"):
+        assert done.stderr.count("48/48") == 3
+    if find_spec("matplotlib"):
+        assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("seconds", [0.2, 4.0])

@@ -1,5 +1,6 @@
 """The command line: what it refuses, its exit status, and that it answers at once."""
 
+import io
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import scaler_triton
 from scaler_triton import cli
 from scaler_triton.cli import audit
-from scaler_triton.cli.console import NoBar, missing_packages, new_bar
+from scaler_triton.cli.console import NoBar, coloured, fitted_table, missing_packages, new_bar
 
 ROOT = Path(__file__).parents[3]
 
@@ -79,6 +80,54 @@ def test_without_tqdm_there_is_a_bar_that_shows_nothing(
     with new_bar("title", 3) as bar:
         bar.update()
         bar.set_postfix_str("text", refresh=True)
+        bar.close()
     assert isinstance(bar, NoBar)
     assert capsys.readouterr() == ("", "")
     assert missing_packages(["sys", "no_such_package"]) == ["no_such_package"]
+
+
+class Terminal(io.StringIO):
+    """A stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "variables", "says"),
+    [
+        (Terminal(), {}, "\033[32mRIGHT\033[0m: both\n|\033[31mWRONG\033[0m: both\n"),
+        (Terminal(), {"NO_COLOR": "1"}, "RIGHT: both\n|WRONG: both\n"),
+        (Terminal(), {"NO_COLOR": ""}, "\033[32mRIGHT\033[0m: both\n|\033[31mWRONG\033[0m: both\n"),
+        (Terminal(), {"TERM": "dumb"}, "RIGHT: both\n|WRONG: both\n"),
+        (io.StringIO(), {}, "RIGHT: both\n|WRONG: both\n"),
+    ],
+)
+def test_a_verdict_has_a_colour_on_a_terminal_that_shows_one(
+    stream: io.StringIO, variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"NO_COLOR": None, "TERM": "xterm", **variables}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    said = coloured("RIGHT: both\n", True, stream), coloured("WRONG: both\n", False, stream)
+    assert "|".join(said) == says
+
+
+def test_a_tables_widest_column_is_wrapped_on_a_narrow_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("case", "torch", "ours"), ("first", "the ranks split for good and all", "RIGHT"), ("second", "", "RIGHT")]
+    whole = "\n".join([
+        "case    torch                             ours",
+        "------  --------------------------------  -----",
+        "first   the ranks split for good and all  RIGHT",
+        "second                                    RIGHT",
+    ])  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "36")
+    assert fitted_table(rows, "<<<", io.StringIO()) == whole
+    assert fitted_table(rows, "<<<", Terminal()).splitlines()[2:] == [
+        "first   the ranks split for  RIGHT",
+        "        good and all",
+        "second                       RIGHT",
+    ]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert fitted_table(rows, "<<<", Terminal()) == whole

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tabulate")
-
 from scaler_triton.demo import proofs
 from scaler_triton.demo.launch import Answer
 from scaler_triton.demo.proofs import CASES, Outcome, prove
@@ -42,6 +40,8 @@ def test_the_page_holds_the_table_of_the_cases() -> None:
         (SKIP, [STEPPED, STEPPED], "the scale is 8 instead of 4"),
         (SKIP, [STEPPED._replace(scale=4.0)] * 2, "the step was taken"),
         (SKIP, [SKIPPED, "ValueError: no"], "rank 1 raises ValueError"),
+        (SKIP, ["ValueError: no", "ValueError: not here"], "ranks 0-1 raise ValueError"),
+        (SKIP, ["RankTimeout: no"] * 2, "ranks 0-1 hang in a collective"),
         (SKIP, ["RankTimeout: no", "RankDied: -9"], "rank 0 hangs in a collective; rank 1 raises RankDied"),
         (STEP, [SKIPPED._replace(scale=8.0)] * 2, "the step was skipped"),
         (STEP, [STEPPED, STEPPED], ""),
@@ -70,6 +70,21 @@ def test_the_exit_status_says_whether_all_is_as_expected(
     script(monkeypatch, torch=torch, ours=ours)
     assert prove([SKIP]) == status
     assert capsys.readouterr().out.splitlines()[-1] == last
+
+
+def test_several_cases_end_with_a_table_of_them(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    right = {"fsdp1-fused": SKIPPED, "fused-then-plain": STEPPED}
+    wrong = {"torch": ["RuntimeError: no", "RuntimeError: no"]}
+    monkeypatch.setattr(proofs, "run_ranks", lambda _, name, library: answers(*wrong.get(library, [right[name]] * 2)))
+    assert prove([SKIP, STEP]) == 0
+    assert capsys.readouterr().out.splitlines()[-6:] == [
+        "case              torch                                ours",
+        "----------------  -----------------------------------  -----",
+        "fsdp1-fused       WRONG: ranks 0-1 raise RuntimeError  RIGHT",
+        "fused-then-plain  WRONG: ranks 0-1 raise RuntimeError  RIGHT",
+        "",
+        "As expected in all 2 cases: torch wrong, ours right.",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("tabulate")
-
+from scaler_triton.demo import show
+from scaler_triton.demo.launch import Answer
 from scaler_triton.demo.show import TOLERANCE, judge
-from scaler_triton.demo.train import Trace
+from scaler_triton.demo.train import Config, Trace
 
 SCALES, SKIPPED = [8.0, 8.0, 4.0, 4.0, 2.0, 1.0, 1.0], [False, True, False, True, True, False]
 LOSSES, START, END = [4.0, 3.5, 3.0, 2.5, 2.0, 1.5], np.zeros(4, np.float32), np.ones(4, np.float32)
@@ -52,3 +51,73 @@ def test_a_good_run_passes_and_rounding_is_measured() -> None:
         checks = judge(ranks, TRACE)
         assert all(ok for ok, _ in checks)
         assert any(said in text for _, text in checks)
+
+
+# Two scalers side by side.
+
+# Step 2 is bad on rank 0, step 4 on rank 1, step 5 on rank 0.
+CONFIG = Config("both", "fsdp1", "adamw-fused", 6)
+OURS = [replace(TRACE, scales=[8.0, 8.0, 4.0, 4.0, 2.0, 1.0, 1.0])] * 2
+TORCHS = [
+    replace(TRACE, scales=[8.0, 8.0, 4.0, 8.0, 8.0, 4.0, 8.0], skipped=[False, True, False, False, True, False]),
+    replace(TRACE, scales=[8.0, 8.0, 8.0, 8.0, 4.0, 4.0, 4.0], skipped=[False] * 3 + [True] + [False] * 2),
+]
+
+
+def finished(traces: list[Trace]) -> list[Answer]:
+    return [Answer(rank, trace) for rank, trace in enumerate(traces)]
+
+
+def test_a_row_shows_both_scalers() -> None:
+    assert show.steps_table(CONFIG, {"torch": TORCHS, "ours": OURS}).splitlines()[1:] == [
+        "step  inf on   loss  scale  skipped       loss  scale  skipped",
+        "----  ------  -----  -----  -----------  -----  -----  -------",
+        "   1          4.000      8               4.000      8",
+        "   2  rank 1  3.500      8  rank 0 ONLY  3.500      8  yes",
+        "   3          3.000  4 / 8               3.000      4",
+        "   4  rank 0  2.500      8  rank 1 ONLY  2.500      4  yes",
+        "   5  rank 1  2.000  8 / 4  rank 0 ONLY  2.000      2  yes",
+        "   6          1.500      4               1.500      1",
+    ]
+    over = show.steps_table(CONFIG, {"torch": TORCHS, "ours": OURS}).splitlines()[0]
+    assert over.index("torch ") == 14
+    assert over.index("scaler_triton ") == 41
+
+
+@pytest.mark.parametrize(
+    ("torchs", "ours", "status", "last"),
+    [
+        (finished(TORCHS), finished(OURS), 0, "OK: every check holds with ours; with torch's scaler 2 of 6 fail"),
+        (finished(OURS), finished(OURS), 0, "OK: every check holds, with ours and with torch's scaler"),
+        (finished(OURS), finished(TORCHS), 1, "FAILED: 2 of 6 checks with ours"),
+        (
+            [Answer(0, error="RuntimeError: no"), Answer(1, error="RuntimeError: no")],
+            finished(OURS),
+            0,
+            "OK: every check holds with ours; with torch's scaler the training did not finish",
+        ),
+        (finished(TORCHS), [Answer(0, error="RuntimeError: no"), Answer(1)], 1, None),
+    ],
+)
+def test_the_verdict_is_about_ours_and_says_what_torchs_did(
+    torchs: Any, ours: Any, status: int, last: str | None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(show, "place", lambda config: (config, "here"))
+    runs = {"torch": torchs, "ours": ours}
+
+    def run_ranks(fn: Any, config: Config, *, ranks: int, heard: Any, **_: Any) -> list[Answer]:
+        said = capsys.readouterr().err
+        assert said.endswith(f"starting {'one process' if ranks == 1 else 'two ranks'} ...\n")
+        assert "%" not in said
+        return [Answer(0, OURS[0])] if ranks == 1 else runs[config.scaler]
+
+    monkeypatch.setattr(show, "run_ranks", run_ranks)
+    assert show.show("both", "fsdp1", "adamw-fused", 6, None) == status
+    said = capsys.readouterr()
+    if last is None:
+        assert "rank 0: RuntimeError: no\nrank 1: finished\n" in said.err
+    else:
+        assert said.out.splitlines()[-1] == last
+        assert "no plot: pip install matplotlib" in said.out
+        unseen = "The loss does not show it: 1.50 with torch's scaler, 1.50 with ours."
+        assert (unseen in said.out) == (torchs == finished(TORCHS) and ours == finished(OURS))

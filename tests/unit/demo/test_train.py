@@ -4,9 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("tabulate")
-
 from scaler_triton.demo.model import ModelSize
 from scaler_triton.demo.show import judge
 from scaler_triton.demo.train import Config, train_alone, train_rank
