@@ -1,4 +1,4 @@
-# make quick     lint, types and the unit tests on torch's path, in a minute; T=flag: only the unit tests of flag.py
+# make quick     lint, types and the unit tests on torch's path, in 90 s on two cores; T=flag: only those of flag.py
 # make test      every test but the nightly ones, in JOBS= processes; without a GPU under Triton's interpreter
 # make lint, style, docs, demo, perf, release, clean
 # Each night: make fuzz (PROGRAMS= random programs from SEED= on), soak, faults, mutants (wrong versions of the code),

@@ -13,7 +13,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from perf import stub_driver
-from scaler_triton.kernels import abi, launch, measure, spike, update_scale
+from scaler_triton.kernels import abi, launch, measure, norm, spike, update_scale
 from scaler_triton.kernels.clip import _clip_kernel, launch_clip
 from scaler_triton.kernels.config import DEFAULT
 from scaler_triton.kernels.table import GradTable
@@ -99,6 +99,24 @@ def test_passes_over_a_table():
     # By a scale, by its inverse, a check, and measuring.
     assert_compiled(_unscale_kernel, 4, DEFAULT.num_warps, [*TABLE, "bits_ptr", "address_ptr"])
     assert_compiled(measure._add_measured_kernel, 1, 4, ["measured_ptr"], {"n_chunks": "i64"})
+
+
+def test_a_norm_is_two_launches_the_second_of_one_program():
+    floats, totals = torch.ones(2), doubles(abi.TOTALS)
+    for place in PLACES:
+        scale, flag, total = floats[place], floats[1 - place], totals[place:]
+        for numels, programs in TABLES:
+            table = GradTable(numels, torch.float16, CPU)
+            for measured, measures in ((table.generation, False), (table.measured, True)):
+                options = {"params": 7, "measures": measures}
+                *first, last = launched(norm.launch_sum_of_squares, table, scale, flag, total, **options)
+                given = [*tensors_of(table), table.bits, table.generation, measured, table.weights]
+                assert_launched(first, "_sum_squares_kernel", programs, DEFAULT.num_warps, given)
+                given = [table.partials, scale, flag, total]
+                assert_launched([last], "_finish_kernel", 1, norm._FINISH_WARPS, given, [table.partials.numel()])
+    aligned = [*TABLE, "bits_ptr", "address_ptr"]
+    assert_compiled(norm._sum_squares_kernel, 2, DEFAULT.num_warps, aligned)  # without and with measuring
+    assert_compiled(norm._finish_kernel, 1, norm._FINISH_WARPS, ["partial_ptr"], {"n_partials": "i64"})
 
 
 def test_clipping_is_given_the_bound_in_fp32():

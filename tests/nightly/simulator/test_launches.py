@@ -17,4 +17,4 @@ def test_launches(run_compiled, tmp_path):
     ignored = "ignore:CUDA initialization:UserWarning"
     words = "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-W", ignored, "launches.py"
     said = run_compiled(*words, **stub_driver.environment(tmp_path))
-    assert "7 passed" in said
+    assert "8 passed" in said
