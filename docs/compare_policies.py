@@ -168,6 +168,7 @@ def rows(runs: dict[str, dict[str, Run]]) -> list[list[str]]:
 
 def draw_scales(runs: dict[str, Run]) -> None:
     """Write the picture: the scale of each policy in powers of two, with a mark at every skip."""
+    plt.style.use(HERE / "pages.mplstyle")
     mpl.rcParams["svg.hashsalt"] = "policies"  # the same picture every time
     figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
     for (name, run), colour in zip(runs.items(), ("tab:orange", "tab:blue"), strict=True):

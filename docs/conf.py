@@ -9,12 +9,17 @@ author = "the scaler_triton authors"
 copyright = "2026, the scaler_triton authors"
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "recipes"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build", "notebooks", "recipes"]
 html_theme = "furo"
 html_title = f"scaler_triton {__version__}"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+copybutton_prompt_text = r"\$ |>>> "  # what is copied is what was typed
+copybutton_prompt_is_regexp = True
 default_role = "code"  # docstrings are read in editors more often than here: one backtick is code
 
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"

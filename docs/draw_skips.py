@@ -37,6 +37,7 @@ def train() -> tuple[list[float], list[float], list[int]]:
 
 def draw(losses: list[float], scales: list[float], skipped: list[int]) -> None:
     """Write the picture: the scale in powers of two with a mark at every skip, the loss below."""
+    plt.style.use(OUT.with_name("pages.mplstyle"))
     mpl.rcParams["svg.hashsalt"] = "skips"  # the same picture every time
     figure, (above, below) = plt.subplots(2, sharex=True, figsize=(8, 4.2), height_ratios=(3, 2), layout="constrained")
     above.step(range(STEPS), scales, where="post", color="tab:blue")

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 OUT = Path(__file__).parent / "step.svg"
 COLOURS = {"pass": "#9ecae1", "small": "#d9d9d9", "collective": "#fdae6b", "wait": "#e34a33", "theirs": "#f7f7f7"}
 SMALL = 1.0  # the width of whatever is no pass, in bytes per element
+GAP = 0.1  # between two boxes, of the same unit
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,10 @@ def lane(axes: Axes, y: float, name: str, works: list[Work]) -> None:
     """Draw one step from left to right, and its sums at the end."""
     x = 0.0
     for work in works:
-        axes.barh(y, work.width, left=x, height=0.5, color=COLOURS[work.kind], edgecolor="white", linewidth=1.5)
+        axes.barh(y, work.width - GAP, left=x + GAP / 2, height=0.5, color=COLOURS[work.kind])
         label = f"{work.count} x {work.text}" if work.kind == "small" and work.count > 1 else work.text
-        rotation = 90 if work.width < 2 else 0
-        axes.text(x + work.width / 2, y, label, ha="center", va="center", fontsize=7, rotation=rotation)
+        size = {"fontsize": 7, "rotation": 90 if work.width < 2 else 0}
+        axes.text(x + work.width / 2, y, label, ha="center", va="center", color="black", **size)
         x += work.width
     axes.text(-0.4, y, name, ha="right", va="center", fontsize=10, weight="bold")
     axes.text(x + 0.5, y, sums(works), ha="left", va="center", fontsize=8)
@@ -93,6 +94,7 @@ def sums(works: list[Work]) -> str:
 
 def draw() -> None:
     """Write the picture."""
+    plt.style.use(OUT.with_name("pages.mplstyle"))
     mpl.rcParams["svg.hashsalt"] = "step"  # the same picture every time
     figure, axes = plt.subplots(figsize=(11, 2.9), layout="constrained")
     lane(axes, 1.0, "torch", TORCH)
