@@ -1,4 +1,7 @@
-"""Run twice, on any number of ranks each time: torchrun --nproc-per-node 4 checkpoint.py FOLDER, then with 2."""
+"""Run twice, on any number of ranks each time:
+
+torchrun --nproc-per-node 4 checkpoint.py FOLDER, then with 2.
+"""
 
 import sys
 from pathlib import Path
@@ -19,13 +22,16 @@ folder = Path(sys.argv[1])
 cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if cuda else "gloo")
 if cuda:
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())  # fully_shard puts shards on the current one
+    # fully_shard puts shards on the current one.
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
 device = torch.device("cuda" if cuda else "cpu")
 net = torch.nn.Linear(8, 8, device=device)
-# Without a mesh it takes the kind of GPU that torch is built for, even where there is none.
+# Without a mesh it takes the kind of GPU that torch is built for, if there is none, too.
 fully_shard(net, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
 optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-scaler = ShardedGradScaler(device.type, init_scale=256.0, growth_interval=2, min_scale=1.0, hysteresis=2)
+scaler = ShardedGradScaler(
+    device.type, init_scale=256.0, growth_interval=2, min_scale=1.0, hysteresis=2
+)
 
 
 class Training:
@@ -34,13 +40,21 @@ class Training:
         return {"model": model, "optimizer": moments, "scaler": scaler.state_dict()}
 
     def load_state_dict(self, state):
-        set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            net,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
         scaler.load_state_dict(state["scaler"])
 
 
 if resumes := (folder / ".metadata").exists():
-    # The planner takes a scaler's state as it was saved; by itself DCP asks for what the new scaler would save.
-    dcp.load({"training": Training()}, checkpoint_id=folder, planner=ScalerLoadPlanner())
+    # The planner takes a scaler's state as it was saved; by itself DCP asks for what
+    # the new scaler would save.
+    dcp.load(
+        {"training": Training()}, checkpoint_id=folder, planner=ScalerLoadPlanner()
+    )
 for _ in range(3):
     optimizer.zero_grad()
     scaler.scale(net(torch.ones(2, 8, device=device)).mean()).backward()
@@ -48,6 +62,7 @@ for _ in range(3):
     scaler.update()
 if not resumes:
     dcp.save({"training": Training()}, checkpoint_id=folder)
-sys.stdout.write(f"{scaler.stats().updates} updates, scale {scaler.get_scale()}\n")  # one write: lines stay whole
+# One write: lines stay whole.
+sys.stdout.write(f"{scaler.stats().updates} updates, scale {scaler.get_scale()}\n")
 dist.barrier()  # no thread of a backend is to work on into the end of the interpreter
 dist.destroy_process_group()
