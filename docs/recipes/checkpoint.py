@@ -26,7 +26,7 @@ if cuda:
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
 device = torch.device("cuda" if cuda else "cpu")
 net = torch.nn.Linear(8, 8, device=device)
-# Without a mesh it takes the kind of GPU that torch is built for, if there is none, too.
+# Without a mesh it takes the kind of GPU that torch is built for, there or not.
 fully_shard(net, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
 optimizer = torch.optim.AdamW(net.parameters(), fused=True)
 scaler = ShardedGradScaler(
