@@ -21,8 +21,15 @@ _SOURCES = {
     "pytorch_lightning": ("pytorch-lightning", "pytorch_lightning.plugins"),
     "lightning_fabric": ("pytorch-lightning", "lightning_fabric.plugins"),
 }
+_CALLBACKS = ("LogScaler", "WaitForSkips")  # which import Lightning
 # What a guard works with -> Lightning's plugin for it, without FSDP.
 _GUARDED = {"bf16-mixed": "MixedPrecision", "bf16-true": "HalfPrecision", "32-true": "Precision"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _CALLBACKS:
+        return getattr(import_module("scaler_triton.integrations.lightning_callbacks"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def mixed_precision(framework: type, scaler: GradScaler | None = None, *, device: str = "cuda") -> Any:

@@ -12,9 +12,10 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 from test_accelerate import forget, launched, shard, use_torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from scaler_triton.integrations.accelerate import _AcceleratedOptimizer, use_scaler_triton, use_step_guard
+from scaler_triton.integrations.trainer import LogScaler
 
 STEPS, INIT_SCALE = 6, 256.0
 DEFAULTS = {"fp16": True, "use_cpu": True, "max_steps": STEPS, "per_device_train_batch_size": 4}
@@ -204,3 +205,60 @@ def test_all_ranks_skip_with_the_defaults_and_a_run_with_torchs_scaler_goes_on_w
     resumed = two(train, tmp_path, checkpoint=str(tmp_path / "checkpoint-3"), **AS_TORCHS, **SAVING)
     for (whole, _), (end, skipped) in zip(begun, resumed, strict=True):
         assert (end, skipped) == (whole, (3, 1))
+
+
+class Seen(TrainerCallback):
+    """What callbacks of loggers get, which come before those that are added."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+        self.events: list[str] = []
+
+    def on_train_begin(self, *arguments: Any, **others: Any) -> None:
+        self.events.append("begin")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **others: Any) -> None:
+        self.logs.append({**logs})
+
+
+@pytest.mark.parametrize("prefix", [None, "amp/"])
+def test_the_scalers_metrics_are_in_each_log_before_others_see_it(tmp_path: Path, prefix: str | None) -> None:
+    trainer, seen, late = new_trainer(tmp_path), Seen(), Seen()
+    trainer.add_callback(seen)
+    trainer.add_callback(LogScaler(trainer) if prefix is None else LogScaler(trainer, prefix))
+    trainer.callback_handler.callbacks.append(late)
+    for _ in range(2):  # the second run finds it at the front
+        trainer.train()
+    assert seen.events == late.events == ["begin"] * 2  # nobody is left out or asked twice as it moves
+    assert type(trainer.callback_handler.callbacks[0]) is LogScaler
+    prefix = prefix or "scaler/"
+    steps = [log for log in seen.logs if "loss" in log][:STEPS]
+    assert [log[f"{prefix}skipped"] for log in steps] == [0, 1, 1, 1, 2, 2]
+    assert [log[f"{prefix}scale"] for log in steps] == [INIT_SCALE / 2**n for n in (0, 1, 1, 1, 2, 2)]
+    assert [log[f"{prefix}skipped_in_a_row"] for log in steps] == [0, 1, 0, 0, 1, 0]
+    assert all(entry[f"{prefix}updates"] > 0 for entry in trainer.state.log_history)
+
+
+def test_a_guards_metrics_are_logged_with_its_norm(tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), **DEFAULTS | {"fp16": False, "bf16": True})
+    samples = [{"input_ids": row, "labels": row} for row in torch.randint(32, (64, 16))]
+    trainer = Trainer(new_model(), arguments, train_dataset=samples)
+    use_step_guard(trainer, spike_sigma=100.0, window=2)
+    trainer.add_callback(LogScaler(trainer))
+    trainer.train()
+    logged = trainer.state.log_history[STEPS - 1]
+    assert logged["guard/norm"] == pytest.approx(logged["grad_norm"], rel=1e-5)
+    assert logged["guard/limit"] > logged["guard/norm"]
+    assert logged["guard/updates"] == STEPS
+    assert "guard/scale" not in logged
+
+
+def test_what_logs_no_scaler_of_ours_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="trainer must be a transformers.Trainer, got int"):
+        LogScaler(3)
+    trainer = new_trainer(tmp_path, ours=False)
+    trainer.add_callback(LogScaler(trainer))
+    trainer.log({"eval_loss": 1.0})
+    assert {*trainer.state.log_history[-1]} == {"eval_loss", "epoch", "step"}
+    with pytest.raises(TypeError, match=r"got GradScaler: call use_scaler_triton\(trainer.accelerator\), or use_step"):
+        trainer.train()
