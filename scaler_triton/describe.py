@@ -28,33 +28,30 @@ _BEHIND = "newer numbers are on their way"
 
 def describe(scaler: GradScaler) -> str:
     """Return such as "GradScaler(cuda, triton; scale 65536; 120 updates, 2 skipped, the last at 39)"."""
-    name, held = type(scaler).__name__, vars(scaler)
-    if "_enabled" not in held:
+    name, device = type(scaler).__name__, getattr(scaler, "_device", None)
+    if device is None:
         return f"{name}(no __init__ has run)"
-    if not held["_enabled"]:
-        return f"{name}({held['_device']}, disabled)"
-    ours, scale = scaler._ours, held.get("_scale")
-    parts, end = (
-        [f"{held['_device']}, {backend_so_far(held['_device'], ours.steps.requested)}"],
-        time.monotonic() + LOOK,
-    )
-    is_new = True
+    if not scaler._enabled:
+        return f"{name}({device}, disabled)"
+    ours, end, is_new = scaler._ours, time.monotonic() + LOOK, True
+    parts = [f"{device}, {backend_so_far(device, ours.steps.requested)}"]
     if ours.guard is None:
-        is_new = scale is None or _look(ours.scale_copy, scale, end)
-        known = ours.scale_copy.latest
-        number = held.get("_init_scale") if known is None or scale is None else known
-        parts.append(f"scale {_shown(number[0] if isinstance(number, list) else number)}")
+        scale, number = scaler._get_scale_async(), scaler._init_scale
+        if scale is not None:
+            is_new = _look(ours.scale_copy, scale, end)
+            number = number if ours.scale_copy.latest is None else ours.scale_copy.latest
+        parts.append(f"scale {_shown(number)}")
     elif not ours.by_norm:
         parts.append("no spike_sigma")
     else:
-        for window in ours.guard.windows():
+        windows = ours.guard.windows()
+        for window in windows:
             is_new &= _look(window.copy, window.memory, end)
-            parts.append(window.described())
-        if len(parts) == 1:
-            parts.append("no norm yet")
-    is_new &= isinstance(ours.counters.values, list) or _look(ours.counters.copy, ours.counters.values, end)
-    parts.append(_counted(ours))
-    return f"{name}({'; '.join([*parts, *([] if is_new else [_BEHIND])])})"
+        parts += [window.described() for window in windows] or ["no norm yet"]
+    counters = ours.counters
+    is_new &= isinstance(counters.values, list) or _look(counters.copy, counters.values, end)
+    parts += [_counted(ours), *([] if is_new else [_BEHIND])]
+    return f"{name}({'; '.join(parts)})"
 
 
 def _look(copy: HostCopy, source: Any, end: float) -> bool:
@@ -82,5 +79,8 @@ def _counted(ours: Ours) -> str:
     return f"{count_of(stats.updates, 'update')}, {skips}"
 
 
-def _shown(number: Any) -> str:
-    return repr(float(number)).removesuffix(".0") if isinstance(number, int | float) else "unknown"
+def _shown(scale: Any) -> str:
+    """Return a scale, a number or what is in a tensor of one element, with all its digits."""
+    while isinstance(scale, list):
+        (scale,) = scale
+    return repr(float(scale)).removesuffix(".0")

@@ -242,6 +242,12 @@ def test_a_plugin_can_be_copied_and_pickled_and_keeps_no_model() -> None:
     assert weight() is None
 
 
+def test_a_plugin_shows_its_precision_and_its_scaler() -> None:
+    made, scaler = plugin(scaler=GradScaler("cpu")), "GradScaler(cpu, torch; scale 65536; no update yet)"
+    assert repr(made) == repr(pickle.loads(pickle.dumps(made))) == f"MixedPrecision(16-mixed, {scaler})"
+    assert repr(guard_plugin(precision="bf16-true")).startswith("HalfPrecision(bf16-true, StepGuard(cpu, torch; ")
+
+
 def test_a_disabled_scaler_clips_too() -> None:
     module = module_of("sgd", batches(bad=()))
     before = whole(module.net)

@@ -156,10 +156,13 @@ def test_the_host_waits_for_no_copy_that_a_capture_never_made() -> None:
     def step() -> None:
         it.step()
         it.scaler.stats(wait=False)
+        said.append(repr(it.scaler))
 
+    said: list[str] = []
     for _ in range(5):  # with the first one more than the counters' copies lag behind
         step()
     replay = it.capture(step)
+    assert said[-1].endswith("; newer numbers are on their way)")
     replay(math.nan)
     assert it.scaler.was_skipped(it.optimizer)
     assert (it.scaler.stats().updates, it.scaler.stats().skipped) == (7, 1)
