@@ -4,29 +4,36 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from helpers import STRICT
+from helpers import STRICT, started
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
-from scaler_triton import unpatch_torch
+from scaler_triton import GradScaler, unpatch_torch
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 RANKS = 1 if torch.cuda.is_available() else 2  # NCCL takes one rank a GPU
 SKIPS = [f"rank {rank}, step 10: {who} skipped" for rank in range(RANKS) for who in ("actor", "critic")]
+ANOMALY = ["the loss was 1.", "Function 'PowBackward0' returned nan values"]
 GUARDED = ["step 20: ", "  NaN  ", "step 30: ", "spike: norm "]
 
 # recipe and arguments -> the ranks that torchrun starts, 0 for none; the package that it needs; what it says; leaves
 RECIPES: dict[str, tuple[int, str, list[str], set[str]]] = {
     "step.py": (0, "torch", ["step 30 was skipped", "0.weight   Inf"], set()),
+    "save_bad_batch.py": (0, "torch", ["step 20: ", "  NaN  ", *ANOMALY], {"bad-20-0.pt"}),
     "wait_for_step.py": (0, "torch", ["40 batches, 37 averaged; lr 0.008150"], set()),
     "with_accelerate.py": (0, "accelerate", ["step 3 was skipped", "updates=64, "], {"checkpoint"}),
     "trainer.py": (0, "transformers", ["ScalerStats(updates=20, "], {"counting"}),
+    "qlora_t4.py": (0, "peft", ["ScalerStats(updates=20, skipped=0"], {"adapters"}),
     "with_lightning.py": (0, "lightning", ["70 of 80 averaged; lr 0.005625", "The last skip"], set()),
     "with_fabric.py": (0, "lightning", ["The last skip"], set()),
     "verl_style.py": (RANKS, "torch", SKIPS, set()),
@@ -58,6 +65,8 @@ IGNORED = [
     "`torch.cpu.amp.autocast(args...)` is deprecated",
     "`is_gradient_checkpointing` is deprecated",
     "Guards may run slower on Python 3.13.0",
+    "Anomaly Detection has been enabled",
+    "Error detected in PowBackward0",
 ]
 
 
@@ -101,7 +110,7 @@ def test_tensorboard_reads_what_was_logged(folder: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert " of headroom, " in run("log_metrics.py", folder, 0)
     read = events.EventAccumulator(str(folder / "runs")).Reload()
-    assert [tag.partition("/")[0] for tag in read.Tags()["scalars"]] == ["scaler"] * 12
+    assert [tag.partition("/")[0] for tag in read.Tags()["scalars"]] == ["scaler"] * 11
     assert [(each.step, each.value) for each in read.Scalars("scaler/updates")] == [(n, n) for n in (10, 20, 30, 40)]
 
 
@@ -120,22 +129,44 @@ def test_a_recipe_that_wants_a_folder_says_so() -> None:
         words, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.splitlines()[-1].startswith("Run twice, on any number of ranks each time: torchrun ")
+    assert "torchrun --nproc-per-node 4 checkpoint.py FOLDER" in done.stderr
 
 
 # page -> what it needs, and what holds when its blocks have run
 PAGES = {
-    "accelerate.md": ("accelerate", "'scaler_triton.grad_scaler' == type(accelerator.scaler).__module__"),
+    "accelerate.md": (
+        "accelerate",
+        "'scaler_triton.grad_scaler' == type(accelerator.scaler).__module__ and guarded.scaler is guard",
+    ),
     "lightning.md": (
         "lightning",
         "[type(each).__name__ for each in (trainer.scaler, fabric.strategy.precision.scaler, guarded.scaler)]"
         " == ['ShardedGradScaler', 'GradScaler', 'StepGuard']",
     ),
+    "log.md": (
+        "lightning tensorboard",
+        "[len(each) for each in logged] == [8] * 4 and issubclass(Logged, LightningModule)"
+        " and 'LogScaler' in {type(each).__name__ for each in trainer.callbacks}",
+    ),
+    "schedulers.md": (
+        "lightning",
+        "(scheduler.last_epoch, average.n_averaged) == (1, 2)"
+        " and 'WaitForSkips' in {type(each).__name__ for each in trainer.callbacks}",
+    ),
     "t4-v100.md": (
         "transformers",
-        "type(trainer.accelerator.scaler) is torch.amp.GradScaler is scaler_triton.GradScaler",
+        "scaler is trainer.accelerator.scaler and type(scaler) is torch.amp.GradScaler is scaler_triton.GradScaler",
     ),
-    "trainer.md": ("transformers", "trainer.state.global_step == trainer.accelerator.scaler.stats().updates == 3"),
+    "trainer.md": (
+        "transformers",
+        "trainer.state.global_step == trainer.accelerator.scaler.stats().updates == 3"
+        " and guarded.accelerator.scaler is guard",
+    ),
+    "troubleshooting.md": (
+        "lightning transformers",
+        "accelerator.clip_grad_norm_.called and type(trainer.accelerator.scaler) is GradScaler"
+        " and tuple(scaler.limits)[::3] == (1.0, 50)",
+    ),
 }
 
 
@@ -150,24 +181,64 @@ class Net(nn.Module):
         return {"loss": nn.functional.mse_loss(self.layer(x).float(), labels)}
 
 
+def taken_for_granted(page: str) -> dict[str, Any]:
+    """Return the names that blocks use without making them; a scaler has taken a step."""
+    model, batch, logged = Net(), torch.full((2, 4), 0.01), []
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), GradScaler("cpu")
+
+    def train(batch: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(batch, torch.ones(2, 2))["loss"]).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    train(batch)
+    names = {"model": model, "optimizer": optimizer, "scaler": scaler, "train": train, "logged": logged}
+    names |= {"scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer), "average": AveragedModel(model)}
+    names |= {"loss": model(batch, torch.ones(2, 2))["loss"], "batches": [batch] * 2, "device": batch.device}
+    names |= {"data": [{"x": torch.ones(4), "labels": torch.ones(2)}] * 8}
+    names |= {"accelerator": mock.MagicMock(optimizer_step_was_skipped=False)}
+    if page == "t4-v100.md":  # it patches torch
+        names["torch"] = torch
+    if page in ("t4-v100.md", "troubleshooting.md"):
+        from transformers import Trainer, TrainingArguments
+
+        names["trainer"] = Trainer(model, TrainingArguments("out", fp16=True), train_dataset=names["data"])
+    return names
+
+
+def loggers(logged: list[Any]) -> dict[str, Any]:
+    """Return stand-ins for loggers; tests/frameworks/peers has the real ones."""
+    run = SimpleNamespace(log=lambda metrics, step: logged.append(metrics), finish=lambda: None)
+    logs = {"start_run": nullcontext, "log_metrics": lambda metrics, step: logged.append(metrics)}
+    return {"wandb": SimpleNamespace(init=lambda project: run), "mlflow": SimpleNamespace(**logs)}
+
+
 @pytest.mark.native
 @pytest.mark.parametrize("page", PAGES)
 def test_a_pages_blocks_run(page: str, tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    package, holds = PAGES[page]
-    if find_spec(package) is None:
-        pytest.skip(f"needs {package}")
-    if package != "lightning":
+    packages, holds = PAGES[page]
+    for package in packages.split():
+        if find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    monkeypatch.chdir(tmp_path)  # the Trainer and TensorBoard leave files
+    if "lightning" not in packages.split() or "transformers" in packages.split():
         request.getfixturevalue("first_accelerator")
-    elif not torch.cuda.is_available():  # Lightning thinks so: before training starts it does nothing with one
+    names = taken_for_granted(page)
+    request.addfinalizer(unpatch_torch)
+    for name, logger in loggers(names["logged"]).items():
+        monkeypatch.setitem(sys.modules, name, logger)
+    if "lightning" in packages and not torch.cuda.is_available():
+        # Lightning thinks so: before training starts it does nothing with one.
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.chdir(tmp_path)  # the Trainer leaves files
-    names: dict[str, Any] = {"model": Net(), "data": [{"x": torch.ones(4), "labels": torch.ones(2)}] * 8}
-    if page == "t4-v100.md":  # it takes a trainer for granted, and patches torch
-        from transformers import Trainer, TrainingArguments
-
-        names |= {"torch": torch, "trainer": Trainer(names["model"], TrainingArguments("out", fp16=True))}
-        request.addfinalizer(unpatch_torch)
+    on_cpu = ", use_cpu=True" * (not torch.cuda.is_available())
     for block in re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL):
-        exec(compile(block, page, "exec"), names)
+        if page == "accelerate.md":
+            from test_accelerate import forget
+
+            forget()  # each begins with an accelerator
+        if page == "troubleshooting.md":
+            names["scaler"] = started(GradScaler, "cpu")  # each is about another loop
+        exec(compile(block.replace("bf16=True", f"bf16=True{on_cpu}"), page, "exec"), names)
     assert eval(holds, names)
