@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def mixed_precision(framework: type, scaler: GradScaler | None = None, *, device: str = "cuda") -> Any:
+def mixed_precision(framework: type, scaler: GradScaler | None = None, *, device: str | None = None) -> Any:
     """Return Lightning's `MixedPrecision("16-mixed", device, scaler)`, which clips by norm whatever the optimizer.
 
         trainer = Trainer(accelerator="gpu", plugins=mixed_precision(Trainer))
@@ -46,12 +46,13 @@ def mixed_precision(framework: type, scaler: GradScaler | None = None, *, device
     Args:
         framework: the `Trainer` or `Fabric` that will get it: of lightning or of pytorch_lightning, or a subclass.
         scaler: of this package; None: a `GradScaler` with its defaults.
-        device: device type for autocast, and for that scaler.
+        device: device type for autocast, and for that scaler; None: that of a given scaler, else "cuda".
 
-    Raises: TypeError naming `framework` or `scaler`.
+    Raises: TypeError naming `framework` or `scaler`; ValueError if the scaler is enabled for another `device`.
     """
     plugin_class = _plugin_class(framework, "MixedPrecision")
-    return plugin_class("16-mixed", device, _checked(scaler or GradScaler(device)))
+    device = _device_of(device, None if scaler is None else _checked(scaler))
+    return plugin_class("16-mixed", device, scaler or GradScaler(device))
 
 
 def fsdp_precision(framework: type, scaler: GradScaler | None = None) -> Any:
@@ -61,12 +62,15 @@ def fsdp_precision(framework: type, scaler: GradScaler | None = None) -> Any:
 
     Args:
         framework: as for `mixed_precision`.
-        scaler: of this package; None: a `ShardedGradScaler` with its defaults.
+        scaler: a `ShardedGradScaler`, or one with a `process_group`; None: a `ShardedGradScaler` with its defaults.
 
     Raises: TypeError naming `framework` or `scaler`.
     """
     plugin = _plugin_class(framework, "FSDPPrecision")("16-mixed")
-    plugin.scaler = _checked(scaler or scaler_triton.ShardedGradScaler())  # the constructor refuses every scaler
+    given = _checked(scaler or scaler_triton.ShardedGradScaler())
+    if not given._ours.sharded and given.process_group is None:  # FSDP1's shards do not tell which ranks share them
+        raise TypeError("scaler must be a ShardedGradScaler under FSDP1, or have a process_group: ranks would disagree")
+    plugin.scaler = given  # the constructor refuses every scaler
     return plugin
 
 
@@ -75,7 +79,7 @@ def step_guard_precision(
     guard: StepGuard | None = None,
     *,
     precision: str = "bf16-mixed",
-    device: str = "cuda",
+    device: str | None = None,
     fsdp: bool = False,
 ) -> Any:
     """Return Lightning's plugin for `precision` with a guard, which Lightning itself would refuse.
@@ -89,17 +93,18 @@ def step_guard_precision(
         framework: as for `mixed_precision`.
         guard: None: a `StepGuard` with its defaults.
         precision: one of the three.
-        device: device type for autocast, and for that guard.
+        device: device type for autocast, and for that guard; None: that of a given guard, else "cuda".
         fsdp: whether the strategy is Lightning's FSDP (FSDP1).
 
-    Raises: TypeError or ValueError naming `framework`, `guard` or `precision`.
+    Raises: TypeError or ValueError naming `framework`, `guard`, `precision` or `device`.
     """
     if precision not in _GUARDED:
         raise ValueError(f"precision must be one of {', '.join(_GUARDED)}, got {precision!r}")
+    device = _device_of(device, None if guard is None else _checked(guard, is_guard=True))
     name = "FSDPPrecision" if fsdp else _GUARDED[precision]
     arguments = {"Precision": (), "MixedPrecision": (precision, device)}.get(name, (precision,))
     plugin = _plugin_class(framework, name, guarded=True)(*arguments)
-    plugin.scaler = _checked(guard or StepGuard(device), is_guard=True)
+    plugin.scaler = guard or StepGuard(device)
     return plugin
 
 
@@ -263,6 +268,15 @@ def _derived(theirs: type, guarded: bool) -> Any:
 def _restored(theirs: type, guarded: bool) -> Any:
     plugin_class = _derived(theirs, guarded)
     return plugin_class.__new__(plugin_class)
+
+
+def _device_of(device: str | None, scaler: GradScaler | None) -> str:
+    """Return a device type for autocast: with another one than the scaler's nothing would be in half precision."""
+    if scaler is None:
+        return device or "cuda"
+    if device is not None and scaler.is_enabled() and torch.device(device).type != scaler._device:
+        raise ValueError(f"device must be that of the scaler, {scaler._device!r}, got {device!r}; it may be left out")
+    return device or scaler._device
 
 
 def _checked(scaler: Any, *, is_guard: bool = False) -> Any:

@@ -318,6 +318,26 @@ def test_a_plugin_for_a_guard_refuses_what_is_none() -> None:
         lightning.mixed_precision(cls, StepGuard("cpu"), device="cpu")
 
 
+def test_a_plugin_has_the_device_of_its_scaler_and_refuses_another() -> None:
+    cls = space("Trainer").cls
+    assert lightning.mixed_precision(cls, GradScaler("cpu")).device == "cpu"
+    assert lightning.step_guard_precision(cls, StepGuard("cpu")).device == "cpu"
+    assert lightning.mixed_precision(cls, GradScaler("cpu", enabled=False), device="cuda").device == "cuda"
+    for make, scaler in ((lightning.mixed_precision, GradScaler), (lightning.step_guard_precision, StepGuard)):
+        with pytest.raises(
+            ValueError, match="^device must be that of the scaler, 'cpu', got 'cuda'; it may be left out$"
+        ):
+            make(cls, scaler("cpu"), device="cuda")
+
+
+def test_fsdp1_refuses_a_scaler_that_cannot_know_which_ranks_must_agree() -> None:
+    cls, group = space("Trainer").cls, object()
+    with pytest.raises(TypeError, match="^scaler must be a ShardedGradScaler under FSDP1, or have a process_group"):
+        lightning.fsdp_precision(cls, GradScaler("cpu"))
+    scaler = GradScaler("cpu", process_group=group)  # type: ignore[arg-type]
+    assert lightning.fsdp_precision(cls, scaler).scaler is scaler
+
+
 # Several optimizers, one loss.
 
 X = torch.tensor([[3.0, 4.0]])

@@ -19,7 +19,7 @@ from scaler_triton import audit, meeting
 pytestmark = pytest.mark.distributed
 
 
-def reported(rank: int, kind: str) -> tuple[int, str, list[tuple[int, str, str]]]:
+def reported(rank: int, kind: str) -> tuple[int, list[str], list[tuple[int, str, str]]]:
     """Skip one step; what all are told, by how many collectives, after what this rank knows alone."""
     scaler, params = new_scaler(kind), cases.LAYOUTS["line-shards"]()
     optimizer = new_optimizer("adamw", params)
@@ -31,13 +31,44 @@ def reported(rank: int, kind: str) -> tuple[int, str, list[tuple[int, str, str]]
     assert [each.rank for each in scaler.overflow_report(names).bad] == [rank]
     with cases.CollectiveCounter() as counter:
         report = scaler.overflow_report(names, gather=True)
-    return counter.count, str(report).splitlines()[0], [(each.rank, each.name, each.kinds) for each in report.bad]
+    return counter.count, str(report).splitlines()[:2], [(each.rank, each.name, each.kinds) for each in report.bad]
 
 
 @pytest.mark.parametrize("kind", ["grad", "sharded", "guard"])
 def test_every_rank_is_told_which_parameter_on_which_rank(two, kind):
-    text = "The last skip, at update 1: 2 bad gradients on ranks 0-1."
+    text = [
+        "The last skip, at update 1: 2 bad gradients on ranks 0-1.",
+        "Only first, second: overflow there. On all ranks: if these are sums over ranks, it may have been the batch of "
+        "any.",
+    ]
     assert two.run(reported, kind) == [(1, text, [(0, "first", "NaN"), (1, "second", "Inf")])] * 2
+
+
+def of_one_rank(rank: int, shares: bool) -> list[str]:
+    """All gradients are NaN on rank 1, and then a weight on rank 0, too: what is concluded from both."""
+    params = cases.LAYOUTS["line-shards"]() if shares else [cases.plain_param(3), cases.plain_param(2)]
+    scaler, optimizer, said = new_scaler("guard"), new_optimizer("adamw", params), []
+    model = torch.nn.ParameterDict({"first": params[0], "second": params[1]})
+    for spoils in (False, True):
+        give_grads(scaler, params, 0)
+        plant([Fault(0, 1, param=each, value=float("nan")) for each in range(len(params))], rank, 0, params)
+        if spoils and rank == 0:
+            local = params[1].detach()
+            (local.to_local() if shares else local).fill_(float("nan"))
+        scaler.step(optimizer)
+        scaler.update()
+        said.append(scaler.overflow_report(model, gather=True).conclusion)
+    return said
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_report_of_one_ranks_gradients_concludes_whose_batch_it_was_only_if_that_is_known(two, shares):
+    found = "All 2 gradients of rank 1 are NaN: so was the loss, or the first gradient that backward made from it. "
+    batch = "Only rank 1: look at its batch, or what only it holds."
+    if shares:
+        batch = "Only on rank 1, but these are sums over ranks: it may have been the batch of any."
+    spoiled = "second itself holds NaN: go back to a checkpoint."
+    assert two.run(of_one_rank, shares) == [[found + batch, spoiled]] * 2
 
 
 def named_while_gathered(rank: int, reshard: bool) -> tuple[str, str]:
