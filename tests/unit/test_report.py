@@ -366,8 +366,9 @@ def test_as_a_person_reads_it(given: OverflowReport, text: str) -> None:
 
 
 def test_the_pages_show_a_report_as_it_is() -> None:
-    shown = OverflowReport(39, (BadGradient("positions", "Inf", 2048, rank=1),), gathered=True)
-    for page in ("README.md", "docs/why-skipped.md"):
+    bad = BadGradient("positions", "Inf", 2048, rank=1)
+    shown = OverflowReport(39, (bad,), gathered=True, checked=29, ranks=2)
+    for page in ("README.md", "docs/why-skipped.md", "docs/after-a-skip.md"):
         assert f"\n{shown}\n```" in (ROOT / page).read_text()
 
 
