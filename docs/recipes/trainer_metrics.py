@@ -1,10 +1,10 @@
 """The Trainer logs what its scaler does, to whatever it reports to."""
 
 import torch
-from scaler_triton.integrations.trainer import LogScaler
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from scaler_triton import use_scaler_triton
+from scaler_triton.integrations.trainer import LogScaler
 
 config = GPT2Config(
     vocab_size=64,
