@@ -154,8 +154,10 @@ def test_counting_and_watching_a_streak_never_wait(backend: str) -> None:
             scaler.update()
             scaler.stats(wait=False)
             repr(scaler)
-    torch.cuda.synchronize()
-    assert repr(scaler) == f"GradScaler(cuda, {backend}; scale 16384; 24 updates, 3 skipped, the last at 24)"
+    for _ in range(2):  # as below; newer numbers may still be on their way a millisecond later
+        torch.cuda.synchronize()
+        said = repr(scaler)
+    assert said.startswith(f"GradScaler(cuda, {backend}; scale 16384; 24 updates, 3 skipped, the last at 24")
     assert scaler.stats() == ScalerStats(24, 3, 1, 0, 2, 24)
     assert scaler.was_skipped(optimizer)
     for _ in range(2):  # the first call may take an older copy, and starts the one that the second takes
