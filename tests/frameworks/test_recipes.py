@@ -109,7 +109,9 @@ def test_tensorboard_reads_what_was_logged(folder: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert " of headroom, " in run("log_metrics.py", folder, 0)
     read = events.EventAccumulator(str(folder / "runs")).Reload()
-    assert [tag.partition("/")[0] for tag in read.Tags()["scalars"]] == ["scaler"] * 11
+    of_the_scale = ["scale", "updates", "skipped", "skip_share", "skipped_in_a_row", "spikes", "growths", "backoffs"]
+    measured = ["largest", "bits", "zeros", "subnormal"]
+    assert read.Tags()["scalars"] == [f"scaler/{name}" for name in (*of_the_scale, *measured)]
     assert [(each.step, each.value) for each in read.Scalars("scaler/updates")] == [(n, n) for n in (10, 20, 30, 40)]
 
 
