@@ -10,13 +10,16 @@ from peer import imported, printed_by
 imported("wandb")
 imported("mlflow")
 
-ROOT = Path(__file__).parents[3]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 
 # What each program begins with: a scaler that has skipped a step, and a guard that has judged some norms.
 BEGIN = """
 import json, os, sys, warnings
 warnings.simplefilter("ignore")  # what they warn of themselves
 import torch
+from peer import make_importable
+make_importable()
 from scaler_triton import GradScaler, StepGuard
 parameter = torch.nn.Parameter(torch.zeros(1))
 optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -99,7 +102,7 @@ def run(program: str, folder: Path) -> Any:
     """Run a program in a folder of its own; nothing is sent anywhere."""
     quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(folder), "HF_HUB_OFFLINE": "1"}
     quiet |= {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
-    quiet |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    quiet |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), str(ROOT), os.environ.get("PYTHONPATH")]))}
     return printed_by("-c", BEGIN + program, str(folder), **quiet)
 
 
