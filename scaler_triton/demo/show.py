@@ -33,7 +33,8 @@ def show(scaler: str, mode: str, optimizer: str, steps: int, picture: Path | Non
     kind = "GradScaler" if mode == "single" else "ShardedGradScaler"
     title = f"{kind} of {' and of '.join(labels.values())}, {mode}, {optimizer}, {count_of(config.ranks, 'rank')}"
     bad = ", ".join(str(step + 1) for step in config.bad_shards)
-    print(f"{title}\n{note}\nsteps {bad}: an inf in the gradients of one rank; all must skip them\n", flush=True)
+    head = f"{title}\n{note}\nsteps {bad}: an inf in the gradients of one rank; all must skip them\n"
+    print(fitted(head, sys.stdout), flush=True)
     runs: dict[str, list[Trace]] = {}
     for name in names:
         answers = train_behind_bar(f"{config.mode}, {labels[name]}", train_rank, replace(config, scaler=name))
@@ -46,7 +47,7 @@ def show(scaler: str, mode: str, optimizer: str, steps: int, picture: Path | Non
         return 1
     print(f"\n{steps_table(config, runs)}\n")
     if why := runs[names[-1]][0].why:
-        print(f"{why}\n")
+        print(f"{fitted(why, sys.stdout)}\n")
     verdicts = {name: judge(ranks, alone[0].value) for name, ranks in runs.items()}
     unseen = _unseen(runs)
     if picture is None:

@@ -1,5 +1,6 @@
 """The checks that the demo shows: which runs pass them."""
 
+import io
 from copy import deepcopy
 from dataclasses import replace
 from math import nan
@@ -121,3 +122,17 @@ def test_the_verdict_is_about_ours_and_says_what_torchs_did(
         assert "no plot: pip install matplotlib" in said.out
         unseen = "The loss does not show it: 1.50 with torch's scaler, 1.50 with ours."
         assert (unseen in said.out) == (torchs == finished(TORCHS) and ours == finished(OURS))
+
+
+def test_no_line_is_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    for name, value in {"COLUMNS": "72", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    ours = [replace(trace, why="The last skip, and why it was one. " * 4) for trace in OURS]
+    runs = {"torch": finished(TORCHS), "ours": finished(ours)}
+    monkeypatch.setattr(show, "run_ranks", lambda fn, config, **_: runs.get(config.scaler, finished(OURS[:1])))
+    monkeypatch.setattr("sys.stdout", screen)
+    assert show.show("both", "fsdp1", "adamw-fused", 6, None) == 0
+    assert "ShardedGradScaler of torch" in screen.getvalue()
+    assert max(map(len, screen.getvalue().splitlines())) <= 72
