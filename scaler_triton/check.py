@@ -11,7 +11,6 @@ others skip the step, and raise when they read the flag.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,14 +24,14 @@ from scaler_triton import gradients, passes, ranks
 from scaler_triton.dispatch import is_captured, is_capturing, usual_backend
 from scaler_triton.flag import Flag, FlagRows, Flags, HostCopy, as_flag, report_failure, sum_totals_, write_scales
 from scaler_triton.headroom import HeadroomRule
-from scaler_triton.kernels.abi import MEASURED_AT, OVERFLOWS, SCALES, SQUARES, TOTALS
+from scaler_triton.kernels.abi import MEASURED_AT, SCALES, TOTALS
 from scaler_triton.plan import Batch, GradPlan, choose_backends
 from scaler_triton.policy import NO_LIMITS, Limits
 from scaler_triton.ranks import Ranks
 from scaler_triton.spikes import Guard
 from scaler_triton.step import CARRIED, UNSCALED, OptimizerStep, Steps, parameters_of
 from scaler_triton.torch_ops import inverse, wide_dtype
-from scaler_triton.update import Counters, DevicePolicy, LaggingCounters, SkipStreakError, Updater
+from scaler_triton.update import Counters, DevicePolicy, LaggingCounters, Updater
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -86,13 +85,11 @@ def check(
     *,
     divide: bool,
     by_step: bool = False,
-    resumes: bool = False,
 ) -> None:
     """Check an optimizer's gradients, divide them by the scale if asked to, and agree with the other ranks.
 
     A guard's gradients are not divided, as its scale is 1. One that looks for spikes also judges their norm, from the
-    same pass; when it `resumes` a CARRIED step it does not, and the ranks agree on the carried flag, too. `by_step`:
-    called by `scaler.step`, which uses the flag at once.
+    same pass. `by_step`: called by `scaler.step`, which uses the flag at once.
     """
     ours, scale = scaler._ours, scaler._scale
     by_norm = ours.by_norm
@@ -121,18 +118,13 @@ def check(
         only_here = len(flags) == 1 and flags.get(flag.device) is flag.found_inf
         if not only_here:
             flag.add(flags.values())
-        if resumes:
-            flag.add(step.kept.values())
-            if by_norm:  # as of a rank that failed: no window remembers such a norm
-                totals[OVERFLOWS].clamp_(min=flag.found_inf)
-                totals[SQUARES].masked_fill_(flag.found_inf != 0, math.nan)
         if peers is not None:
             numbers = totals if by_norm else flag.numbers(scale)
     except BaseException as error:
         fail(scaler, step, optimizer, peers, tell=isinstance(error, Exception))
         raise
     try:
-        if by_norm and not resumes:
+        if by_norm:
             agree_on_norm(scaler, [part], totals, peers)
         elif peers is not None:
             flag.agree(numbers, peers)
@@ -142,8 +134,6 @@ def check(
             else:
                 flags = flags_on(scaler, flag, flags, plan, peers)
         step.checked(flag, flags, divided=divide, by_step=by_step)
-        if resumes:
-            step.kept = {}  # the flag covers it
         if not by_step:
             ours.steps.unfinished = True
         plan.written = False
@@ -191,11 +181,10 @@ def agree_on_norm(scaler: GradScaler, parts: Sequence[Part], totals: Tensor, pee
     """Sum the totals over the ranks, by one all-reduce; a guard then judges the norm, and sets the flags."""
     if peers is not None:
         sum_totals_([part.flag for part in parts], totals, peers)
-    first, window = parts[0], parts[0].step.window  # of a guard that looks for spikes
+    window = parts[0].step.notes.get("window")  # of a guard that looks for spikes
     if window is not None and (peers is not None or any(part.flags for part in parts)):
-        again = bool(first.step["found_inf_per_device"]) and first.step.flag is not None  # None: FAILED, not judged
-        judged = first if peers is not None else next(part for part in parts if part.flags)
-        window.judge(totals, judged.flag, scaler._ours.counters, first=not again)
+        judged = parts[0] if peers is not None else next(part for part in parts if part.flags)
+        window.judge(totals, judged.flag, scaler._ours.counters)
 
 
 def open_window(scaler: GradScaler, step: OptimizerStep) -> None:
@@ -204,8 +193,9 @@ def open_window(scaler: GradScaler, step: OptimizerStep) -> None:
     It comes before all that may fail on one rank alone: a checkpoint's windows belong to optimizers in this order.
     """
     ours, device = scaler._ours, scaler._scale.device
-    if ours.guard is not None and ours.by_norm and (step.window is None or step.window.memory.device != device):
-        step.window = ours.guard.new_window(device, ours.steps.requested)
+    window = step.notes.get("window")
+    if ours.guard is not None and ours.by_norm and (window is None or window.memory.device != device):
+        step.notes["window"] = ours.guard.new_window(device, ours.steps.requested)
 
 
 def replicas_in(
@@ -255,10 +245,10 @@ def peers_of(scaler: GradScaler, plan: GradPlan, parameters: Sequence[Tensor], *
 
 def new_flag(scaler: GradScaler, step: OptimizerStep, divide: bool = True) -> Flag:
     """Return a cleared flag on the scale's device: the step's, unless that holds an earlier check's result."""
-    scale, flag = scaler._scale, step.flag or step.carried
-    if flag is None or flag.device != scale.device or step["found_inf_per_device"]:
+    scale, flag = scaler._scale, step.flag
+    if flag is None or flag.device != scale.device or step["found_inf_per_device"] or step.carried:
         flag = scaler._ours.rows_on(scale.device).flag()
-    step.captured = captured = scale.is_cuda and is_capturing()
+    captured = scale.is_cuda and is_capturing()
     if captured and flag.rows is not None:
         flag.rows.captured.add(flag)  # each replay writes it
     flag.clear(captured)
@@ -278,13 +268,6 @@ def flags_on(scaler: GradScaler, flag: Flag, checked: Flags, plan: GradPlan, pee
 def has_flag(scaler: GradScaler, checked: Flags, peers: Ranks | None) -> bool:
     """Return whether a check has a flag to give: this rank checked a gradient, or other ranks may have."""
     return bool(checked or peers) or (scaler._ours.sharded and ranks.is_in_a_group(scaler.process_group))
-
-
-def resume(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
-    """Continue a CARRIED step. A guard looks at the gradients again: nothing tells it of a batch that came since."""
-    if scaler._ours.guard is not None:
-        check(scaler, step, optimizer, divide=False, resumes=True)
-    step.resume(is_captured(scaler._scale))
 
 
 def fail(
@@ -323,15 +306,13 @@ def ranks_that_wait(scaler: GradScaler, optimizers: Sequence[Any]) -> Ranks | No
     return peers
 
 
-def fail_early(scaler: GradScaler, optimizer: Any, *, by_step: bool) -> None:
-    """Report an error that came before the check, perhaps in `step`."""
+def fail_early(scaler: GradScaler, optimizer: Any) -> None:
+    """Report an error that came before the check."""
     with suppress(Exception):  # the first error is more important
         peers = ranks_that_wait(scaler, [optimizer])
         if peers is not None:
             step = scaler._ours.steps.open(optimizer)
             fail(scaler, step, optimizer, peers)
-            if by_step:
-                step.raised = step.began = True
 
 
 def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False) -> None:
@@ -339,7 +320,7 @@ def step_failed(scaler: GradScaler, step: OptimizerStep, *, agreed: bool = False
     if not is_captured(scaler._scale):
         scaler._ours.steps.unfinished = True
         step.failed(None if agreed else scaler._scale.device)
-    elif step.captured:
+    elif step.flag is not None and step.flag.captured:
         step.reset()
 
 
@@ -356,31 +337,8 @@ def require_scale(
         if tell_others is not None:
             tell_others()
         else:
-            fail_early(scaler, optimizers[0], by_step=name == "step")
+            fail_early(scaler, optimizers[0])
         raise
-
-
-def begin_anew(guard: GradScaler, steps: Sequence[OptimizerStep], tell_others: TellOthers, *, by_check: bool) -> None:
-    """Begin the next step where a guard's caller has left out the update since the last one.
-
-    A rank whose check failed has raised, while the others may have returned; the step is counted on all of them, so
-    that their counters stay equal.
-    """
-    over = [step for step in steps if step.is_over(by_check=by_check)]
-    if not over:
-        return
-    try:
-        if any(step["found_inf_per_device"] for step in over):
-            with guard._ours.steps.set_aside(steps):
-                guard.update()
-    except Exception as error:
-        for step in over:  # the other ranks check this one
-            step.reset()
-        if not isinstance(error, SkipStreakError):  # which all ranks raise
-            tell_others()
-        raise
-    for step in over:
-        step.reset()
 
 
 def _home_of(scaler: GradScaler, optimizers: Sequence[Any]) -> torch.device:

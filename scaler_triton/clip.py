@@ -121,7 +121,7 @@ def _clip_scaled(
         raise
     finally:
         for part in parts if len(parts) > 1 else ():
-            part.step.clipped = [*part.step.clipped, *(each.step for each in parts)]
+            part.step.notes["clipped"] = [each.step for each in parts]
     scaler._ours.steps.unfinished = True
     return norm, refused
 
@@ -133,8 +133,8 @@ def _open(
     if scaler._scale is None or scaler._growth_tracker is None:
         check.require_scale(scaler, "clip_grad_norm_", optimizers, tell_others)
     steps = [scaler._ours.steps.open(each) for each in optimizers]
-    if scaler._ours.guard is not None:
-        check.begin_anew(scaler, steps, tell_others, by_check=request.chosen is None)
+    if scaler._ours.guard is not None and request.chosen is None:
+        scaler._begin_check(steps)  # type: ignore[attr-defined]
     for step in steps:
         step.require_unscalable(_UNSCALES_TOO, _LATE, again=request.chosen is not None)
     try:

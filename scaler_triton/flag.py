@@ -63,7 +63,8 @@ class FlagRows:
             return Flag(torch.zeros_like(self.status[0]), measured=measured)
         row = self._free.pop()
         flag = Flag(self.status[row], self, row, None if self.measured is None else self.measured[row])
-        weakref.finalize(flag, self._free.append, row).atexit = False
+        # Callers may keep the tensor of a flag after the step has got another.
+        weakref.finalize(flag.found_inf, self._free.append, row).atexit = False
         return flag
 
 
@@ -80,6 +81,8 @@ class Flag:
         self.found_inf = status[FLAG]
         self.cleared = False  # whether flag and failure are known to be zero
         self.saved = False  # whether an update has copied the flag into `rows.last_flags`
+        self.captured = False  # whether the check was recorded into a graph
+        self.reader: int | None = None  # handle of the stream on which a fused step reads it
         self.is_final = False  # whether it covers other optimizers or was summed: `_check_inf_per_device` keeps it
         # Over how many ranks it was summed; 0: it is their maximum; None: no other ranks had to agree.
         self.summed_over: int | None = None
@@ -96,8 +99,8 @@ class Flag:
             if captured or not self.cleared:
                 self.status.zero_()
             self.cleared = self._copied = False
-        self.saved = self.is_final = False
-        self.summed_over = None
+        self.captured, self.saved, self.is_final = captured, False, False
+        self.reader = self.summed_over = None
 
     def add(self, flags: Iterable[Tensor]) -> None:
         """Set the flag if any of `flags` is set, which are on other devices or were returned by an override."""
@@ -153,23 +156,19 @@ class Flag:
             self._copy.start(self.status)
             self._copied = True
 
-    def on_host(self, flags: Flags, fresh: bool) -> bool:
-        """Return whether a step with these flags is to be skipped, waiting for the device; raise if ranks are apart.
+    def on_host(self, *, copied: bool = True) -> bool:
+        """Return whether the flag is set, waiting for the device; raise if the ranks are apart.
 
-        Other code may have written the flags, unless the check is `fresh`: then the copy that it started is valid, too.
+        A copy of the last check's that is under way will do if `copied`.
         """
-        values: Sequence[float] | None = None
+        values: Sequence[float]
         if self._memory is not None:
             values = self._memory
-        elif fresh and self._copied:
-            values = self._copy.read()
-        elif self.summed_over is not None:
-            values = self.status.tolist()
+        else:
+            values = self._copy.read() if copied and self._copied else self.status.tolist()
         if self.summed_over is not None:
             self._raise_if_apart(values)
-        if values is not None and (fresh or (len(flags) == 1 and flags.get(self.device) is self.found_inf)):
-            return values[FLAG] != 0.0  # NaN is set, too
-        return any(flag.item() != 0.0 for flag in flags.values())
+        return bool(values[FLAG] != 0.0)  # NaN is set, too
 
     def last(self) -> bool:
         """Return the flag of the last step, waiting for the device; until an update, raise as `on_host` does."""

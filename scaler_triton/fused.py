@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from scaler_triton.check import OUR_METHODS, check, step_failed
-from scaler_triton.dispatch import is_captured, stacklevel, stream_of
+from scaler_triton.check import OUR_METHODS, check
+from scaler_triton.dispatch import stacklevel, stream_of
 from scaler_triton.flag import any_flag
 from scaler_triton.step import UNSCALED, OptimizerStep
 from scaler_triton.streak import LOOKS, look
@@ -30,48 +30,42 @@ _CPU = torch.device("cpu")
 _torchs: Any = sys.modules["torch.optim.optimizer"]  # `torch.optim.optimizer` is shadowed
 
 
+def check_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
+    """Check the gradients of a step whose optimizer will divide them; a guard's are unscaled: it need not."""
+    divide = scaler._ours.guard is not None
+    if _takes_scaler(step, optimizer):
+        if hasattr(optimizer, "param_groups"):  # older containers lack them
+            check(scaler, step, optimizer, divide=divide, by_step=True)
+    elif getattr(scaler._check_inf_per_device, "__func__", None) not in OUR_METHODS:
+        scaler._check_inf_per_device(optimizer)
+    else:
+        check(scaler, step, optimizer, divide=divide, by_step=True)
+
+
 def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Check the gradients unless they are unscaled, and call the optimizer's step, without a host wait."""
+    """Call the step of an optimizer whose gradients are checked, without a host wait."""
     if step.steps_taken & LOOKS == LOOKS:
         look(scaler)
-    function = optimizer.step
-    function = getattr(function, "__func__", function)
-    if step.function() is not function:
-        step.takes_scaler = "grad_scaler" in inspect.signature(function).parameters
-        with suppress(TypeError):  # no weak references to it: it is inspected in each step
-            step.function = weakref.ref(function)  # it may hold the optimizer
-    if step.takes_scaler:
+    if _takes_scaler(step, optimizer):
         return _step_by_argument(scaler, step, optimizer, args, kwargs)
-    if step.phase is not UNSCALED:
-        if getattr(scaler._check_inf_per_device, "__func__", None) not in OUR_METHODS:
-            scaler._check_inf_per_device(optimizer)
-        else:  # a guard's gradients are unscaled: the optimizer need not divide them by 1
-            check(scaler, step, optimizer, divide=scaler._ours.guard is not None, by_step=True)
     divides = step.phase is not UNSCALED  # by its own kernels
     scale: Any = scaler._get_scale_async()
-    exposed, step.fresh = scaler._ours.steps.exposed and not step.fresh, False
+    exposed = scaler._ours.steps.exposed
     flag, flags = step.own_flag() if exposed else step.flag, step["found_inf_per_device"]
     # Other code may have written it, such as a sum over ranks: make it 0 or 1 again.
     found_inf = any_flag(flags.values(), scale.device) if flag is None or exposed else flag.found_inf
     inner = step.owner()
     if isinstance(inner, SGD) and _skip_would_corrupt(inner) and found_inf.item():
         remove_scale(optimizer, inner)
-        step.stepped(True if flag is None else flag)
+        step.outcome = True if flag is None else flag
         return None
     updater = scaler._ours.updater
-    step.reader = stream_of(scale, scaler._ours.steps.requested)() if updater is None else updater.stream()
+    if flag is not None:
+        flag.reader = stream_of(scale, scaler._ours.steps.requested)() if updater is None else updater.stream()
     on_host = not scale.is_cpu and _CPU in flags
     factor = (scale.reshape(()) if scale.ndim else scale) if divides else None
     step.outcome = found_inf if flag is None else flag  # hooks of the optimizer may ask for it
-    try:
-        result = _step_with_scale(optimizer, inner, factor, found_inf, on_host, args, kwargs)
-        step.stepped(step.outcome)
-    except BaseException:
-        # Its kernels may have divided some of the gradients; what was captured has not run yet.
-        if divides or (step.captured and is_captured(scale)):
-            step_failed(scaler, step, agreed=True)
-        raise
-    return result
+    return _step_with_scale(optimizer, inner, factor, found_inf, on_host, args, kwargs)
 
 
 def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -83,17 +77,25 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
         FutureWarning,
         stacklevel=stacklevel(),
     )
-    if step.phase is not UNSCALED and hasattr(optimizer, "param_groups"):  # older containers lack them
-        check(scaler, step, optimizer, divide=scaler._ours.guard is not None, by_step=True)
-    divides = step.phase is not UNSCALED
-    try:
-        result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
-    except BaseException:
-        if divides and step["found_inf_per_device"]:  # it may have divided some of the gradients
-            step_failed(scaler, step, agreed=True)
-        raise
-    step.stepped(step.own_flag() or any_flag(step["found_inf_per_device"].values(), scaler._scale.device))
+    result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
+    flags = step["found_inf_per_device"]
+    step.outcome = step.own_flag() or any_flag(flags.values(), scaler._scale.device)
     return result
+
+
+def _takes_scaler(step: OptimizerStep, optimizer: Any) -> bool:
+    """Return whether the optimizer's `step` takes the scaler as an argument, as older ones do."""
+    function = getattr(optimizer.step, "__func__", optimizer.step)
+    known, takes_scaler = step.notes.get("function", (_nothing, False))
+    if known() is not function:
+        takes_scaler = "grad_scaler" in inspect.signature(function).parameters
+        with suppress(TypeError):  # no weak references to it: it is inspected in each step
+            step.notes["function"] = weakref.ref(function), takes_scaler  # it may hold the optimizer
+    return bool(takes_scaler)
+
+
+def _nothing() -> None:
+    """Stand for a function that is not known."""
 
 
 def _skip_would_corrupt(optimizer: SGD) -> bool:

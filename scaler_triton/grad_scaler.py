@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.cuda.amp import common
 
 from scaler_triton import clip, fused, passes, policy, ranks, report, streak, update
-from scaler_triton.check import OUR_METHODS, Ours, check, peers_of, require_scale, resume
+from scaler_triton.check import OUR_METHODS, Ours, check, peers_of, require_scale, step_failed
 from scaler_triton.describe import describe
-from scaler_triton.dispatch import check_backend, is_capturing, refuse_capture, skip_tracing, stacklevel
-from scaler_triton.flag import Flag, Flags, PeerFailedError, any_flag
+from scaler_triton.dispatch import check_backend, is_captured, is_capturing, refuse_capture, skip_tracing, stacklevel
+from scaler_triton.flag import Flag, Flags, any_flag
 from scaler_triton.headroom import Headroom, HeadroomRule, read_headroom
 from scaler_triton.kernels.abi import MAX_SCALE, STATUS
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
@@ -260,8 +260,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises: torch's RuntimeError for a wrong order of calls and for a closure, AssertionError before the first
             `scale` or if there was no gradient to check; RuntimeError if another rank failed to check its gradients;
-            whatever `optimizer.step` raises. It may then be called again: it steps, or skips if a fused optimizer may
-            have divided some gradients, or if another rank failed. After another `scale` it is for the new loss.
+            whatever `optimizer.step` raises. Such a step is spent: called again, it skips, until the next `scale`.
         """
         if not self._enabled:
             result: float | None = optimizer.step(*args, **kwargs)
@@ -275,57 +274,30 @@ class GradScaler(torch.amp.GradScaler):
         steps, is_fused = self._ours.steps, getattr(optimizer, "_step_supports_amp_scaling", False)
         if scale.is_cuda and not is_fused and is_capturing():
             raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
-        step = steps.open(optimizer)
-        before = step.phase
-        if before is STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
-        if before is FOREIGN:
+        step, updates = steps.open(optimizer), steps.updates
+        step.require_steppable()
+        if step.phase is FOREIGN:
             return super().step(optimizer, *args, **kwargs)
-        step.raised, step.fresh, step.began = False, False, True
+        if step.phase is CARRIED:
+            step.resume(is_captured(scale))
+        if step.phase is READY:
+            _check_in_step(self, step, optimizer, is_fused)
         try:
-            if before is CARRIED:
-                resume(self, step, optimizer)
-                step.began = True  # also of a step that this started over
-            if step.phase is FAILED:
-                if is_fused:
-                    fused.remove_scale(optimizer, step.owner())
-                step.stepped(FAILED)
-                result = None
-            elif is_fused:
-                result = fused.step_fused(self, step, optimizer, args, kwargs)
-            else:
-                if step.phase is not UNSCALED:
-                    if getattr(self.unscale_, "__func__", None) not in OUR_METHODS:  # it was replaced
-                        self.unscale_(optimizer)
-                    else:
-                        check(self, step, optimizer, divide=True, by_step=True)
-                if not step["found_inf_per_device"]:
-                    raise AssertionError("No inf checks were recorded for this optimizer.")
-                if getattr(self._maybe_opt_step, "__func__", None) not in OUR_METHODS:  # it may write the flags
-                    steps.exposed, step.fresh = True, False
-                result = self._maybe_opt_step(optimizer, step, *args, **kwargs)
-                if step.outcome is None:  # a subclass's `_maybe_opt_step` does not call ours
-                    step.outcome = any_flag(step["found_inf_per_device"].values(), scale.device)
-                step.stepped(step.outcome)
-        except BaseException as error:
-            step.raised, step.outcome, steps.unfinished = True, None, True
-            if before is UNSCALED and isinstance(error, PeerFailedError):
-                step.peer_failed()
-                step.raised = False  # as on the rank that failed
+            result = _step_or_skip(self, step, optimizer, is_fused, args, kwargs)
+        except BaseException:  # whatever it has done, the step is spent
+            steps.unfinished, step.outcome = True, None
+            step_failed(self, step, agreed=True)
             raise
+        step.steps_taken += 1
+        if steps.updates == updates:  # else the optimizer has called `update`
+            step.stepped()
         return result
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> float | None:
         step = optimizer_state
         if type(step) is not OptimizerStep:  # of a caller's own making
             return super()._maybe_opt_step(optimizer, step, *args, **kwargs)
-        flag, flags = step.flag, step["found_inf_per_device"]
-        if flag is None:
-            skips = any(each.item() != 0.0 for each in flags.values())
-        else:
-            skips = flag.on_host(flags, fresh=step.fresh or not self._ours.steps.exposed)
-            step.fresh = False  # other code may call this method again, with flags of its own
-        step.outcome = skips  # hooks of the optimizer may ask for it
+        step.outcome = skips = step.is_bad(self._ours.steps.exposed)  # hooks of the optimizer may ask for it
         result: float | None = streak.skipped(self, step) if skips else optimizer.step(*args, **kwargs)
         return result
 
@@ -354,15 +326,14 @@ class GradScaler(torch.amp.GradScaler):
             if state["found_inf_per_device"]:
                 checked.append(state)
         captured = scale.is_cuda and is_capturing()
-        if ours.steps.unfinished:
-            ours.steps.keep_unstepped(for_guard=ours.guard is not None)
+        carried = ours.steps.carried_over(captured) if ours.steps.unfinished else []
         if new_scale is not None:
             update.set_scale(self, new_scale, checked)
         elif not checked:
             raise AssertionError("No inf checks were recorded prior to update.")
         else:
-            update.update_by_flags(self, scale, tracker, checked, captured)
-        ours.steps.close(captured)
+            update.update_by_flags(self, scale, tracker, checked, captured, keep=bool(carried))
+        ours.steps.close(carried)
         if new_scale is None and ours.limits.max_consecutive_skips is not None and not captured:
             update.check_streak(self)
 
@@ -389,7 +360,7 @@ class GradScaler(torch.amp.GradScaler):
         ours = self._ours
         if not ours.steps.measures:
             raise RuntimeError("headroom() needs measure=True, an argument of the scaler")
-        flags = [step.flag or step.carried for step in ours.steps.all()]
+        flags = [step.flag for step in ours.steps.all()]
         return read_headroom([flag for flag in flags if flag is not None], wait)
 
     def metrics(self, prefix: str = "scaler/") -> dict[str, float]:
@@ -645,20 +616,22 @@ class GradScaler(torch.amp.GradScaler):
         step = self._per_optimizer_states.open(optimizer)
         if step.phase is FOREIGN:
             return super()._check_inf_per_device(optimizer)
+        if step.phase is CARRIED:
+            step["found_inf_per_device"] = step.carried
+            return step.carried
         phase, flag, flags = step.phase, step.flag, step["found_inf_per_device"]
         try:
             if self._scale is None or self._growth_tracker is None:
                 require_scale(self, "_check_inf_per_device", [optimizer])
             is_final = phase in (STEPPED, FAILED) or (phase is UNSCALED and (flag is None or flag.is_final))
             if not (flags and (is_final or peers_of(self, *self._ours.steps.plan(step, optimizer)))):
-                before = flag or step.carried if phase in (UNSCALED, CARRIED) else None
+                before = flag if phase is UNSCALED else None
                 measured = None if before is None or before.measured is None else before.measured.clone()
                 check(self, step, optimizer, divide=False)
                 if measured is not None:  # of the gradients as they were scaled
                     step.flag.measured.copy_(measured)  # type: ignore[union-attr]
         except BaseException:
-            is_checked = phase is UNSCALED or (phase is CARRIED and self._ours.guard is None)  # `step` will not check
-            if step.phase is FAILED and not is_checked:
+            if step.phase is FAILED and phase is not UNSCALED:  # of an UNSCALED one, `step` will not check
                 step.undo_failed_look(phase)
             raise
         return step["found_inf_per_device"]
@@ -717,6 +690,35 @@ class GradScaler(torch.amp.GradScaler):
         clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         vars(clone)["process_group"] = self.process_group
         return clone
+
+
+def _check_in_step(scaler: GradScaler, step: OptimizerStep, optimizer: Any, is_fused: bool) -> None:
+    if is_fused:
+        fused.check_fused(scaler, step, optimizer)
+    elif getattr(scaler.unscale_, "__func__", None) not in OUR_METHODS:  # it was replaced
+        scaler.unscale_(optimizer)
+    else:
+        check(scaler, step, optimizer, divide=True, by_step=True)
+
+
+def _step_or_skip(
+    scaler: GradScaler, step: OptimizerStep, optimizer: Any, is_fused: bool, args: Any, kwargs: Any
+) -> Any:
+    if not (step["found_inf_per_device"] or is_fused):
+        raise AssertionError("No inf checks were recorded for this optimizer.")
+    if step.phase is FAILED:
+        if is_fused:
+            fused.remove_scale(optimizer, step.owner())
+        step.outcome = FAILED
+        return None
+    if is_fused:
+        return fused.step_fused(scaler, step, optimizer, args, kwargs)
+    if getattr(scaler._maybe_opt_step, "__func__", None) not in OUR_METHODS:  # it may write the flags
+        scaler._ours.steps.exposed = True
+    result = scaler._maybe_opt_step(optimizer, step, *args, **kwargs)
+    if step.outcome is None:  # a subclass's `_maybe_opt_step` does not call ours
+        step.outcome = any_flag(step["found_inf_per_device"].values(), scaler._scale.device)
+    return result
 
 
 OUR_METHODS.update((GradScaler.unscale_, GradScaler._unscale_grads_))

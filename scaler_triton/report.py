@@ -384,7 +384,8 @@ def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
             checked += len({index for layout in step.plan.layouts for index in layout.positions} | kinds.keys())
         if pending or update:
             bad_parameters += [BadParameter(named[index], kind, rank) for index, kind in _not_finite(held).items()]
-        found = [] if step.window is None else map(step.window.spike, sorted(those))
+        window = step.notes.get("window")
+        found = [] if window is None else map(window.spike, sorted(those))
         spikes += [Spike(*each) for each in found if each is not None]
     uncovered = {text for step in planned if pending or update for text in step.plan.marks.not_covered()}
     return OverflowReport(

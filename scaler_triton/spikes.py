@@ -87,17 +87,18 @@ class Window:
         is_plain = type(self.memory) is Tensor  # not one of torch's fake tensors
         self.by_kernel = is_plain and choose(device, torch.float32, requested, task="guarding") == "triton"
         self.copy = HostCopy()  # for `repr` and `metrics`
+        self.is_judged = False  # whether a norm of the step that is under way was judged
         self.restore([])
 
-    def judge(self, totals: Tensor, flag: Flag, counters: Counters, *, first: bool) -> None:
-        """Set the flag and OVERFLOWS if the norm is a spike or not finite.
+    def judge(self, totals: Tensor, flag: Flag, counters: Counters) -> None:
+        """Set the flag and OVERFLOWS if the norm is a spike or not finite; another one of the same step replaces it.
 
         Args:
             totals: fp64 [TOTALS], on this device: the ranks' sums of what `passes.norm_batch` returns; written.
             flag: its status is written, by the sums if there were several ranks.
             counters: of the scaler; SPIKES is written.
-            first: whether this step was not judged before.
         """
+        first, self.is_judged = not self.is_judged, True
         device, ranks = self.memory.device, flag.summed_over or 0
         if self.by_kernel:
             arguments = totals, flag.status, self.memory, counters.on(device), self.length, ranks

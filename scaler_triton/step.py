@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +17,15 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton.flag import Flag, Flags, PeerFailedError, as_flag
+from scaler_triton.flag import Flag, Flags, PeerFailedError
 from scaler_triton.plan import GradPlan
 from scaler_triton.report import Marks
 
 if TYPE_CHECKING:
-    from scaler_triton.spikes import Window
     from scaler_triton.update import Counters
 
 _FLAGS = "found_inf_per_device"
-# How many are kept where nothing tells when to let go: old flags of a step, optimizers without weak references.
-_KEPT = 8
+_KEPT = 8  # optimizers that have no weak references, so that nothing tells when they are freed
 
 
 class Phase(Enum):
@@ -60,28 +57,23 @@ class OptimizerStep(dict[str, Any]):
 
     | phase    | unscale_, clip | step                 | scale | update  | error in a check | in optimizer.step |
     |----------|----------------|----------------------|-------|---------|------------------|-------------------|
-    | READY    | UNSCALED       | checks, STEPPED      |       | READY   | READY (1)        | UNSCALED (2)      |
-    | UNSCALED | raises (3, 7)  | STEPPED by flag (7)  | (4)   | (5)     |                  | UNSCALED          |
-    | CARRIED  | UNSCALED       | by its flag, STEPPED | READY | CARRIED | CARRIED (1)      | UNSCALED          |
-    | FAILED   | raises (3, 6)  | skips, STEPPED       | (4)   | (5)     |                  |                   |
+    | READY    | UNSCALED       | checks, STEPPED      |       | READY   | READY (1)        | FAILED            |
+    | UNSCALED | raises         | STEPPED by its flag  | (2)   | CARRIED |                  | FAILED            |
+    | CARRIED  | UNSCALED       | STEPPED by its flag  | READY | CARRIED | CARRIED (1)      | FAILED            |
+    | FAILED   | raises         | skips, STEPPED       | READY | CARRIED |                  |                   |
     | STEPPED  | raises         | raises               |       | READY   |                  |                   |
 
     (1) FAILED if gradients had been written, if the error was reported to other ranks, or if the reduction failed.
-    (2) FAILED for a fused optimizer that was to divide by itself: it is unknown which gradients it has divided.
-    (3) But `clip_grad_norm_(parameters=...)` clips again; the phase stays.
-    (4) READY if `step` has raised, except by (7): the loss belongs to another batch.
-    (5) CARRIED; READY if the gradients may be newer than the check: a loss was scaled since, or graphs that scale are
-        replayed. A guard's is READY if its `step` raised, or if no optimizer was stepped since the last update.
-    (6) UNSCALED if a loss was scaled since the failure, as a loop does that has dropped the batch.
-    (7) FAILED if the flag tells that another rank's check or clip has, as on that rank.
+    (2) `loss_is_newer`: the gradients may be another loss's. `update` makes it READY, and so does the next call if the
+        flag tells that another rank's check failed, as that rank is READY, too.
 
-    Other code may write "stage": the phase follows at the next `scale`, or when the step is next looked up. With one
-    that torch does not have, the step is FOREIGN until `update`.
+    `clip_grad_norm_(parameters=...)` may clip UNSCALED and FAILED gradients again. Other code may write "stage": the
+    phase follows at the next `scale`, or when the step is next looked up. With one that torch does not have, the step
+    is FOREIGN until `update`.
     """
 
     __slots__ = (
-        "began", "captured", "carried", "clipped", "earlier", "flag", "fresh", "function", "handles", "kept", "outcome",
-        "owner", "phase", "plan", "raised", "reader", "skips", "stale", "steps_taken", "takes_scaler", "window",
+        "carried", "flag", "handles", "loss_is_newer", "notes", "outcome", "owner", "phase", "plan", "steps_taken",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -89,31 +81,18 @@ class OptimizerStep(dict[str, Any]):
         self.handles: dict[int, Callable[[], Any]] = {}  # the same for it and for each wrapper around it, by id
         self.plan: GradPlan | None = None  # made by the first check
         self.flag: Flag | None = None  # the last check's
-        self.carried: Flag | None = None  # that of a CARRIED step which went on, for what it measured
-        self.window: Window | None = None  # the last norms, of a guard that looks for spikes
         # What `was_skipped` returns after the last step, or the flag to read it from; FAILED: True. None: not stepped.
         self.outcome: bool | Flag | Tensor | Phase | None = None
         self.steps_taken = 0  # calls of `step` that have returned, by which `attempts` tells of one
-        self.skips = -1, 0  # `steps_taken` after the last skip that the host knew of, and how many there were in a row
-        self.function: Callable[[], Any] = _nobody  # returns a fused optimizer's `step`
-        self.takes_scaler = False  # whether that takes the scaler as an argument, as older ones do
-        self.fresh = False  # whether this very `step` made the check, and has not used its flag: nobody has written it
-        self.captured = False  # whether the check was recorded into a graph
+        self.notes: dict[str, Any] = {}  # what others keep for as long as the optimizer lives
         self.reset()
 
     def reset(self) -> None:
         """Begin the next step: its gradients are scaled and have not been checked."""
-        self.phase = READY
-        self["stage"] = READY_STAGE
+        self._enter(READY)
         self[_FLAGS] = {}
-        self.earlier: list[Flag | None] = []  # those of this step's earlier checks: callers may still read their rows
-        self.kept: Flags = {}  # copies of the flags that a CARRIED step will go by; the update may clear the originals
-        self.reader: int | None = None  # handle of the stream on which a fused step reads its flag
-        self.raised = False  # whether the last call of `step` raised, and no check or failure was recorded since
-        self.began = False  # whether `step` was called since the last update
-        self.clipped: Sequence[OptimizerStep] = ()  # all that were clipped with it since the update
-        # Whether a loss was scaled after the check of an UNSCALED or FAILED step; a guard's: another step began anew.
-        self.stale = False
+        self.carried: Flags = {}  # the flags by which a CARRIED step will go; torch's class holds none after an update
+        self.loss_is_newer = False
 
     def __reduce__(self) -> Any:
         return dict, ({"stage": self["stage"], _FLAGS: dict(self[_FLAGS])},)  # a copy is a plain state of torch's
@@ -127,10 +106,7 @@ class OptimizerStep(dict[str, Any]):
 
         Behind torch's text stands a caller's `hint`, or, after `step`, what is `late`.
         """
-        if not again or self.stale:
-            self.read_failure()
-        if self.phase is FAILED and self.stale:
-            self.reset()
+        self.drop_if_peer_failed()
         if self.phase is STEPPED:
             raise RuntimeError(f"unscale_() is being called after step().{late}")
         if self.phase is FOREIGN:
@@ -141,46 +117,39 @@ class OptimizerStep(dict[str, Any]):
         if self.phase in (UNSCALED, FAILED) and not again:
             raise RuntimeError(f"unscale_() has already been called on this optimizer since the last update().{hint}")
 
-    def is_over(self, *, by_check: bool) -> bool:
-        """Return whether a guard's next check, or next step, is that of another batch, without an update in between.
-
-        `step` ends a step even if it raises. A check ends one whose check failed, which a step would skip, or whose
-        step was left out while another optimizer began anew.
-        """
-        if by_check and not self.stale:
-            self.read_failure()
-        if self.phase is STEPPED or (self.began and self.phase in (UNSCALED, FAILED)):
-            return True
-        return by_check and (self.phase is FAILED or self.stale)
+    def require_steppable(self) -> None:
+        """Raise torch's error for a second step since the last update."""
+        if self.phase is STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        self.drop_if_peer_failed()
 
     def checked(self, flag: Flag, flags: Flags, *, divided: bool, by_step: bool = False) -> None:
         """Store the flag that the ranks agreed on after a check, which `divided` or only read; `by_step`: in `step`."""
-        if flag is not self.flag:
-            self.earlier = [*self.earlier[1 - _KEPT :], self.flag]
-        self.flag, self[_FLAGS], self.fresh = flag, flags, by_step
+        self.flag, self[_FLAGS], self.carried = flag, flags, {}
         if divided:
-            self.raised = self.stale = False
-            self.phase = UNSCALED
-            self["stage"] = UNSCALED_STAGE
-            is_read_later = not (by_step or self.captured)
+            self._enter(UNSCALED)
+            self.loss_is_newer = False
+            is_read_later = not (by_step or flag.captured)
             if is_read_later and not getattr(self.owner(), "_step_supports_amp_scaling", False):  # on the host
                 flag.start_copy()
 
-    def keep(self) -> None:
-        """Add what a check has found since the update to what a CARRIED step is going to use."""
-        for device, flag in self[_FLAGS].items():
-            found = as_flag(flag, device)
-            self.kept[device] = torch.maximum(found, self.kept.get(device, found))
+    def carry(self) -> None:
+        """Outlive an update: what other code sees is a fresh state, and the step will go by the flags it has."""
+        flags = self.carried or self[_FLAGS]
+        if self.phase is FAILED:
+            self.flag, flags = None, {device: torch.ones_like(flag) for device, flag in flags.items()}
+        self.reset()
+        self._enter(CARRIED)
+        self.carried = flags
 
     def resume(self, captured: bool) -> None:
         """Continue a CARRIED step, or start it over if only one of its check and this call is captured in a graph."""
-        if captured != self.captured:
+        if self.flag is not None and captured != self.flag.captured:
             self.reset()
             return
-        if self.kept:  # else a guard's ranks have just agreed on it
-            self.keep()
-            self[_FLAGS], self.kept = self.kept, {}
-            self.carried, self.flag = self.flag, None  # the update may have cleared it
+        self[_FLAGS], self.carried = self.carried, {}
+        if self.flag is not None:
+            self.flag.is_final = True  # it may be that of another batch's look
         if self.plan is not None:
             self.plan.marks.resume(self[_FLAGS])
         self._enter(UNSCALED)
@@ -188,51 +157,55 @@ class OptimizerStep(dict[str, Any]):
     def failed(self, home: torch.device | None) -> None:
         """Set the flag on each parameter's device, else on `home`; None keeps the agreed flag, for equal scales."""
         self._enter(FAILED)  # first, in case no flag can be made below
-        self.raised, self.stale, self.outcome = False, False, None
+        self.loss_is_newer, self.outcome = False, None
         if home is None:
             return
-        self.flag, self[_FLAGS] = None, {}
+        self.flag, self[_FLAGS], self.carried = None, {}, {}
         owner = self.owner()
-        held = () if owner is None else parameters_of(owner)
-        devices = [each.device for each in held if isinstance(each, Tensor) and not each.is_meta]
+        parameters = () if owner is None else parameters_of(owner)
+        devices = [each.device for each in parameters if isinstance(each, Tensor) and not each.is_meta]
         ones = {each: torch.ones((), dtype=torch.float32, device=each) for each in dict.fromkeys(devices or [home])}
         self[_FLAGS] = ones
 
-    def read_failure(self) -> None:
-        """Follow a rank whose check FAILED, if any, where only that rank would check the next batch."""
-        if self.phase is not UNSCALED or self.captured or self.flag is None:
-            return
+    def peer_has_failed(self) -> bool:
+        """Return whether the check of an UNSCALED step failed on another rank, waiting for the flag."""
+        if self.phase is not UNSCALED or self.flag is None or self.flag.captured:
+            return False
         try:
-            self.flag.on_host(self[_FLAGS], fresh=True)  # the failure, which nobody writes
+            self.flag.on_host()
         except PeerFailedError:
-            self.peer_failed()
+            return True
         except RuntimeError:  # the ranks hold different scales
             pass
+        return False
 
-    def peer_failed(self) -> None:
-        """Do what the rank did whose check FAILED before `step`: skip."""
-        before = self.raised, self.stale
-        self.failed(None)
-        self.raised, self.stale = before
+    def drop_if_peer_failed(self) -> None:
+        """Begin anew if a loss was scaled since another rank's check failed, where only that rank would check."""
+        if self.loss_is_newer and self.peer_has_failed():
+            self.reset()
 
     def undo_failed_look(self, phase: Phase) -> None:
         """Return to the phase before a check-only call that FAILED: `step` checks again, as the other ranks do."""
         self._enter(phase)
 
-    def stepped(self, outcome: bool | Flag | Tensor | Phase) -> None:
-        """Leave `step`."""
-        self.outcome = outcome
-        self.steps_taken += 1
-        if not self.began:  # the optimizer has called `update`
-            self.reset()
-            return
-        self.phase = STEPPED
-        self["stage"] = STEPPED_STAGE
+    def stepped(self) -> None:
+        """End the step, which was taken or skipped."""
+        self._enter(STEPPED)
 
     def adopt(self) -> None:
         """Follow a stage that other code has written."""
         self.phase = _PHASES.get(self["stage"], FOREIGN)
-        self.raised = False
+
+    def is_bad(self, exposed: bool) -> bool:
+        """Return whether the optimizer must not step, waiting for the device; raise if the ranks are apart.
+
+        If the step is `exposed` to other code, that may have written flags, or put in others.
+        """
+        if self.flag is not None:
+            is_bad = self.flag.on_host(copied=not exposed)
+            if not exposed or self.own_flag() is not None:
+                return is_bad
+        return any(flag.item() != 0.0 for flag in self[_FLAGS].values())
 
     def own_flag(self) -> Flag | None:
         """Return the last check's flag if it is all that the step holds; None if other code has put in others."""
@@ -246,6 +219,7 @@ class Steps(dict[Any, Any]):
 
     __slots__ = (
         "__weakref__", "counters", "exposed", "measures", "new_state", "replayed", "requested", "scaled", "unfinished",
+        "updates",
     )  # fmt: skip
 
     def __init__(self, counters: Counters, requested: str) -> None:
@@ -254,6 +228,7 @@ class Steps(dict[Any, Any]):
         self.unfinished = False  # whether a step may be CARRIED, UNSCALED or FAILED: `scale` and `update` must look
         self.exposed = False  # whether other code has seen the steps: it may write flags at any time
         self.replayed = False  # whether graphs may write gradients without a call of `scale`
+        self.updates = 0  # calls of `close`
         self.scaled = False  # set by a compiled `scale`, which cannot call `loss_scaled`: the next `open` does
         self.new_state: Callable[[], Mapping[str, Any]] = dict  # of an assigned mapping: what a new step also holds
 
@@ -314,81 +289,42 @@ class Steps(dict[Any, Any]):
         return list({id(step): step for step in [*self.values()] if type(step) is OptimizerStep}.values())
 
     def loss_scaled(self) -> None:
-        """Make each step READY that is CARRIED or whose `step` raised; other UNSCALED and FAILED ones become stale."""
+        """Begin each step anew that is CARRIED or FAILED; the gradients of an UNSCALED one may be of another loss."""
         for step in self.all():
             if step["stage"] is not step.phase.stage:
                 step.adopt()
-            if step.phase is CARRIED:
-                flags = step[_FLAGS]  # a caller has checked the gradients since the update
+            if step.phase in (CARRIED, FAILED):
                 step.reset()
-                step[_FLAGS] = flags
-            elif step.phase in (UNSCALED, FAILED):
-                if step.raised:
-                    step.reset()
-                else:
-                    step.stale = True
-                    step.kept = {}  # of an update that raised: the next one, which does not look, would carry it
+            elif step.phase is UNSCALED:
+                step.loss_is_newer = True
         self.unfinished = self.scaled = False
 
-    def keep_unstepped(self, *, for_guard: bool = False) -> None:
-        """Before an update, which may clear flags, copy those of steps that will be CARRIED; a FAILED one's are set.
+    def carried_over(self, captured: bool) -> list[OptimizerStep]:
+        """Return the steps that will outlive the update which comes now; it must not clear their flags.
 
-        A guard's loop may never call `scale`: if no optimizer was stepped, the whole batch counts as left out.
+        A replay may write new gradients without a call of `scale`: then only what is captured with it is carried.
         """
-        steps = self.all()
-        is_left_out = for_guard and not any(step.began for step in steps)
+        steps = [] if self.replayed and not captured else self.all()
+        carried = [step for step in steps if step.phase is CARRIED]
         for step in steps:
-            if step.phase is CARRIED:
-                step.keep()
-            elif step["stage"] is UNSCALED_STAGE and step.phase in (UNSCALED, FAILED):
-                is_kept = not (is_left_out or step.began) if for_guard else not step.stale
-                copied = torch.clone if step.phase is UNSCALED else torch.ones_like
-                step.kept = {device: copied(flag) for device, flag in step[_FLAGS].items()} if is_kept else {}
-                if is_kept and step.plan is not None and not step.stale:  # a guard's was carried when it became stale
-                    step.plan.marks.carry(step.clipped)
+            is_unscaled = step["stage"] is UNSCALED_STAGE and step.phase in (UNSCALED, FAILED) and step[_FLAGS]
+            if is_unscaled and not step.loss_is_newer:
+                carried.append(step)
+                if step.plan is not None:
+                    step.plan.marks.carry(step.notes.get("clipped", ()))
+        return carried
 
-    def close(self, captured: bool) -> None:
-        """End an update: each step becomes READY, or CARRIED if it was unscaled and not stepped."""
-        self.unfinished, self.new_state = False, dict  # as torch's update leaves a mapping of its own
+    def close(self, carried: Sequence[OptimizerStep] = ()) -> None:
+        """End an update: each step becomes READY, but those that are carried over it."""
+        self.updates += 1
+        self.unfinished, self.new_state = bool(carried), dict  # as torch's update leaves a mapping of its own
         for key, step in [*self.items()]:
             if type(step) is not OptimizerStep or step.owner() is None:
                 del self[key]  # other code has put it here, or its optimizer is freed
-            elif step.phase is STEPPED:
+            elif not any(step is each for each in carried):
                 step.reset()
             else:
-                phase, kept = step.phase, step.kept
-                step.reset()
-                # A replay may write new gradients without a call of `scale`.
-                if phase is CARRIED or (kept and phase in (UNSCALED, FAILED) and (captured or not self.replayed)):
-                    step.kept = kept
-                    step._enter(CARRIED)
-                    self.unfinished = True
-
-    @contextmanager
-    def set_aside(self, given: Sequence[OptimizerStep]) -> Iterator[None]:
-        """Take steps that are checked, but not stepped, out of the registry during an update that ends `given` ones.
-
-        They come back stale: another check before their `step` means that the step was left out.
-        """
-        waiting = {
-            key: step
-            for key, step in [*self.items()]
-            if type(step) is OptimizerStep and step.phase in (UNSCALED, FAILED) and not step.began
-            if step.owner() is not None and not any(step is each for each in given)
-        }
-        for key, step in waiting.items():
-            del self[key]
-            if step.plan is not None and not step.stale:
-                step.plan.marks.carry(step.clipped)
-            step.stale = True
-        try:
-            yield
-        finally:
-            for step in waiting.values():
-                if step.plan is not None:
-                    step.plan.marks.resume(step[_FLAGS])
-            self.update(waiting)
-            self.unfinished |= bool(waiting)
+                step.carry()
 
     def replaced_by(self, states: Mapping[Any, Any]) -> Steps:
         """Return the registry for assigned `states`: `states` itself if it is one; this one stays as it is.
@@ -403,8 +339,8 @@ class Steps(dict[Any, Any]):
         steps.new_state = getattr(states, "default_factory", None) or dict
         for before in self.all():
             step, owner = steps._new_step(), before.owner()
-            step.plan, step.outcome, step.window = before.plan, before.outcome, before.window
-            step.steps_taken, step.skips = before.steps_taken, before.skips
+            step.plan, step.outcome, step.notes = before.plan, before.outcome, before.notes
+            step.steps_taken = before.steps_taken
             for handle in before.handles.values():
                 if (optimizer := handle()) is not None:
                     steps._add_handle(step, optimizer, owns=optimizer is owner)
@@ -480,7 +416,7 @@ def _forget(registry: weakref.ref[Steps], key: int, handle: Any) -> None:
         return
     del steps[key], step.handles[key]
     if step.owner is handle and (step[_FLAGS] or step["stage"] is not READY_STAGE):
-        step.plan, step.clipped = None, ()  # they hold its parameters
+        step.plan, step.notes = None, {}  # they hold its parameters
         steps["freed", id(step)] = step
 
 

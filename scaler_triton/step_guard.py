@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.cuda.amp import common
 
 from scaler_triton import policy
-from scaler_triton.check import OUR_METHODS, begin_anew, fail_early
-from scaler_triton.dispatch import skip_tracing, stacklevel
+from scaler_triton.check import OUR_METHODS
+from scaler_triton.dispatch import is_capturing, skip_tracing, stacklevel
 from scaler_triton.grad_scaler import GradScaler, Outputs
 from scaler_triton.headroom import Headroom
 from scaler_triton.policy import KEY, WINDOWS
 from scaler_triton.spikes import Guard
+from scaler_triton.step import FAILED, STEPPED, UNSCALED, OptimizerStep
+from scaler_triton.update import SkipStreakError, check_streak, update_by_flags
 
 
 class StepGuard(GradScaler):
@@ -38,8 +40,8 @@ class StepGuard(GradScaler):
     limit, in fewer steps the larger `spike_sigma` is. Below 2 that may take for ever.
 
     All ranks of the default group agree, if there is one, else this process decides alone. It takes one collective a
-    step, and no host wait for an optimizer that is fused. In a loop without `update()` the step after a step, even one
-    that raised, begins a new one; `stats()` and reports then know of a step once the next one has begun.
+    step, and no host wait for an optimizer that is fused. A step ends with its own update: `update()` may be left out,
+    and does nothing.
 
     Args:
         device: the device type of the gradients, a string or a `torch.device`.
@@ -111,35 +113,100 @@ class StepGuard(GradScaler):
     def unscale_(self, optimizer: Any) -> None:
         """Check the optimizer's gradients, and agree with the other ranks; nothing is written.
 
-        Args and raises: as `GradScaler.unscale_`, but it may come before any `scale`, and begins a new step after one.
+        Args and raises: as `GradScaler.unscale_`, but it may be repeated, and come before any `scale`.
         """
         if self._enabled:
-            self._begin_anew(optimizer, by_check=True)
+            self._begin_check([self._ours.steps.open(optimizer)])
         super().unscale_(optimizer)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Call `optimizer.step(*args, **kwargs)` unless its gradients are bad on any rank; check them if need be.
 
-        A skipped step changes neither parameters nor the optimizer's state.
+        A skipped step changes neither parameters nor the optimizer's state. Each step is counted at its end, even if
+        it raised.
 
-        Args, returns and raises: as `GradScaler.step`, but it may come before any `scale` and after another `step`. If
-            that has raised, the next call checks again. A positional closure, which would make gradients that nobody
-            has checked, is refused, too.
+        Args, returns and raises: as `GradScaler.step`, but it may come before any `scale`, and again for the next
+            batch at once. A positional closure, which would make gradients that nobody has checked, is refused, too.
+            `SkipStreakError` as of `GradScaler.update`.
         """
-        if self._enabled:
-            if any(map(callable, args)):
-                raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-            self._begin_anew(optimizer, by_check=False)
-        return super().step(optimizer, *args, **kwargs)
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        if any(map(callable, args)):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        step = self._ours.steps.open(optimizer)
+        if step.notes.pop("waits", False) and step.plan is not None:
+            step.plan.marks.resume(step["found_inf_per_device"])
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            self._end(self._ours.steps.open(optimizer))
 
-    def _begin_anew(self, optimizer: Any, *, by_check: bool) -> None:
-        tell_others = partial(fail_early, self, optimizer, by_step=not by_check)
-        begin_anew(self, [self._ours.steps.open(optimizer)], tell_others, by_check=by_check)
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Count checks that failed and were not followed by a step; else do nothing, as each step ends with an update.
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self._enabled and not self._ours.steps.awaiting():  # a step that is over waits for no update
-            begin_anew(self, self._ours.steps.all(), lambda: None, by_check=False)
-        return super().__getstate__()
+        It waits for the device only where another optimizer's gradients are checked, but not stepped.
+
+        Args:
+            new_scale: None or 1.0; ValueError for another scale.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None and policy.check_number("scale", new_scale, "new_scale") != 1.0:
+            raise ValueError(f"new_scale must be 1.0, which a StepGuard's scale always is, got {new_scale!r}")
+        if self._ours.steps.unfinished:
+            self._end_failed(self._ours.steps.all())
+
+    def _end(self, step: OptimizerStep) -> None:
+        """Count a step that was taken, skipped or spent, and begin the next one; those of others may be checked."""
+        try:
+            if step.phase in (STEPPED, FAILED) and step["found_inf_per_device"]:
+                self._let_others_wait(step)
+                captured = self._scale.is_cuda and is_capturing()
+                update_by_flags(self, self._scale, self._growth_tracker, [step], captured)
+                if self._ours.limits.max_consecutive_skips is not None and not captured:
+                    check_streak(self)
+        finally:
+            step.reset()
+            if (window := step.notes.get("window")) is not None:
+                window.is_judged = False
+
+    def _let_others_wait(self, stepped: OptimizerStep) -> None:
+        """Before an update, which may count a skip, note which checks were made before it."""
+        steps = self._ours.steps
+        if not steps.unfinished:
+            return
+        waiting = [step for step in steps.all() if step.phase in (UNSCALED, FAILED) and step is not stepped]
+        for step in waiting:
+            if step.phase is UNSCALED and step.plan is not None and not step.notes.get("waits"):
+                step.plan.marks.carry(step.notes.get("clipped", ()))
+                step.notes["waits"] = True
+        steps.unfinished = bool(waiting)
+
+    def _begin_check(self, steps: Sequence[OptimizerStep]) -> None:
+        """Begin anew: nothing was written, so a check that was made before may be made again.
+
+        A step is counted if its check failed on this rank or another, as that one's step may have been called.
+        """
+        try:
+            self._end_failed(steps)
+        finally:
+            for step in steps:
+                step.reset()
+                step.notes.pop("waits", None)
+
+    def _end_failed(self, steps: Sequence[OptimizerStep]) -> None:
+        """Count the steps whose check failed, on this rank or on another."""
+        streak: SkipStreakError | None = None
+        for step in steps:
+            try:
+                if step.peer_has_failed():
+                    step.failed(None)
+                if step.phase is FAILED:
+                    self._end(step)
+            except SkipStreakError as error:  # raised after the last one, as other ranks may have counted some before
+                streak = error
+        if streak is not None:
+            raise streak
 
     def set_limits(self, **changes: Any) -> None:
         """Change `max_consecutive_skips`, from the next update on; TypeError for another name."""

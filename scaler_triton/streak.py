@@ -23,9 +23,9 @@ LOOKS = 63  # a fused optimizer's step looks if the number of those before it en
 
 def skipped(scaler: GradScaler, step: OptimizerStep) -> float | None:
     """Count a skip that is known on the host, warn if it is one too many, and return what `step` returns then."""
-    at, count = step.skips
+    at, count = step.notes.get("skips", (None, 0))
     count = count + 1 if at == step.steps_taken else 1
-    step.skips = step.steps_taken + 1, count
+    step.notes["skips"] = step.steps_taken + 1, count
     if count == TOO_MANY:
         _warn(scaler, f"{count} steps of {type(step.owner()).__name__} in a row were skipped")
     return None
@@ -47,7 +47,7 @@ def forget(scaler: GradScaler) -> None:
     """Begin to count anew, as after a checkpoint was loaded."""
     scaler._ours.warned_of = None
     for step in scaler._ours.steps.all():
-        step.skips = -1, 0
+        step.notes.pop("skips", None)
 
 
 def _warn(scaler: GradScaler, what: str) -> None:

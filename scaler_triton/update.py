@@ -171,8 +171,13 @@ class Updater:
         return kernels().update_scale.bind_update(*tensors, clear=True, for_good=True, **options)
 
 
-def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked: Sequence[Any], captured: bool) -> None:
-    """Update the scale by the flags of the `checked` steps; a kernel also clears those that are the scaler's own."""
+def update_by_flags(
+    scaler: GradScaler, scale: Tensor, tracker: Tensor, checked: Sequence[Any], captured: bool, *, keep: bool = False
+) -> None:
+    """Update the scale by the flags of the `checked` steps; a kernel also clears those that are the scaler's own.
+
+    It does not with `keep`, as some are still to be used.
+    """
     ours = scaler._ours
     updater, limits, exposed = ours.updater, ours.limits, ours.steps.exposed
     if (
@@ -200,12 +205,12 @@ def update_by_flags(scaler: GradScaler, scale: Tensor, tracker: Tensor, checked:
     mask = 0
     for step in checked:
         flag = step.flag if not exposed else _own_flag(step)
-        if not updater.by_kernel or flag is None or flag.rows is not updater.rows:
+        if keep or not updater.by_kernel or flag is None or flag.rows is not updater.rows:
             _update_by_any_flag(ours, scale, tracker, checked, numbers)
             return
         mask |= 1 << flag.row
-        if step.reader is not None and not captured and step.reader != updater.stream():  # a fused step may read it
-            torch.cuda.current_stream(updater.device).wait_stream(kernels().launch.stream(updater.device, step.reader))
+        if flag.reader is not None and not captured and flag.reader != updater.stream():  # a fused step may read it
+            torch.cuda.current_stream(updater.device).wait_stream(kernels().launch.stream(updater.device, flag.reader))
     updater.launch(scale, tracker, mask)
     increment_version((scale,))  # as torch's op does: a loss that was scaled before cannot be differentiated after it
     for step in checked:

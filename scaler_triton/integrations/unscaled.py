@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from scaler_triton.check import resume
+from scaler_triton.dispatch import is_captured
 from scaler_triton.step import CARRIED, FAILED, UNSCALED, parameters_of
 
 
@@ -31,9 +31,8 @@ def is_unscaled(scaler: Any, optimizer: Any) -> bool:
     """Return whether the gradients were unscaled, by a guard checked, in this step or before the last update."""
     step = scaler._ours.steps.open(optimizer)
     if step.phase is CARRIED:
-        resume(scaler, step, optimizer)
-    is_over = step.began and scaler._ours.guard is not None  # its step has raised
-    return step.phase in (UNSCALED, FAILED) and not is_over
+        step.resume(is_captured(scaler._scale))
+    return step.phase in (UNSCALED, FAILED)
 
 
 def clip_again(

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,12 +56,12 @@ class _Window:
         if steps.replayed or is_captured(scaler._scale):  # no call announces the loss of a replay
             return False
         held = [optimizer for owner in self.optimizers.values() if (optimizer := owner()) is not None]
-        if not all(_is_over(scaler, steps.open(optimizer)) for optimizer in held):
+        if not all(steps.open(optimizer).phase is STEPPED for optimizer in held):
             return True
         modules = [module for reference in self.modules if (module := reference()) is not None]
         if not modules:
             return False
-        owners = [step.owner() for step in steps.all() if _is_over(scaler, step)]
+        owners = [step.owner() for step in steps.all() if step.phase is STEPPED]
         stepped = {id(each) for each in parameters_of(*(owner for owner in owners if owner is not None))}
         left = [each for module in modules for each in module.parameters() if id(each) not in stepped]
         return _trains(left)
@@ -81,7 +80,7 @@ def begin(scaler: Any, optimizers: Sequence[Any] | None = None) -> None:
     steps = scaler._ours.steps
     if optimizers is None:
         optimizers = [owner for step in steps.all() if (owner := step.owner()) is not None]
-    if len(optimizers) < 2 or not scaler._enabled:
+    if len(optimizers) < 2 or not scaler._enabled or _updates_by_itself(scaler):
         return
     window = _windows.setdefault(scaler, _Window())
     for optimizer in optimizers:
@@ -92,22 +91,13 @@ def begin(scaler: Any, optimizers: Sequence[Any] | None = None) -> None:
 
 def expect(scaler: Any, module: nn.Module) -> None:
     """Until the next update expect a step for each of the module's parameters that requires a gradient."""
-    if scaler._enabled:
+    if scaler._enabled and not _updates_by_itself(scaler):
         _windows.setdefault(scaler, _Window()).modules.append(weakref.ref(module))
 
 
 def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what `scaler.step` does; update after the last optimizer's step.
-
-    A guard updates, too, if its step raises, as ranks do whose step does not raise.
-    """
-    try:
-        result = scaler.step(optimizer, *args, **kwargs)
-    except Exception:
-        if scaler._ours.guard is not None:
-            with suppress(Exception):  # the first error is more important
-                _update(scaler)
-        raise
+    """Return what `scaler.step` does; update after the last optimizer's step."""
+    result = scaler.step(optimizer, *args, **kwargs)
     _update(scaler)
     return result
 
@@ -161,9 +151,9 @@ def _call_after_update(scaler: Any, name: str, *args: Any, **kwargs: Any) -> Any
     return getattr(scaler, name)(*args, **kwargs)
 
 
-def _is_over(scaler: Any, step: Any) -> bool:
-    """Return whether a step was taken; a guard's is over, too, if it raised."""
-    return step.is_over(by_check=False) if scaler._ours.guard is not None else step.phase is STEPPED
+def _updates_by_itself(scaler: Any) -> bool:
+    """Return whether the scaler is a guard, of which each step ends with its own update."""
+    return scaler._ours.guard is not None
 
 
 def _trains(parameters: Iterable[Tensor]) -> bool:

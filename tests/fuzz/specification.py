@@ -3,8 +3,8 @@
 Every place where it departs from torch names the number; what is not departed from is torch itself.
 
 torch's three stages become these phases, by three more keys of torch's dicts and by one dict:
-- FAILED: stage UNSCALED and `failed` in the state. The step is skipped whatever the flag.
-- stage UNSCALED and `began` in the state: its step() raised. The next `scale` makes it READY (difference 23).
+- FAILED: stage UNSCALED and `failed` in the state, also after a step() that raised. The step is skipped whatever the
+  flag. The next `scale` makes it READY (difference 23).
 - CARRIED: stage READY and an entry in `_carried`, the flag. The next `scale` makes it READY (difference 18).
 - stage UNSCALED and `stale` in the state: a loss was scaled since the check, so it is not carried.
 - stage UNSCALED and `stays` in the state: it was clipped with others, or carried. No look overrules its flag.
@@ -246,9 +246,12 @@ class Specification(torch.amp.GradScaler):
     # A step.
 
     def scale(self, outputs: Any) -> Any:
+        for key in self._carried.keys() & self._per_optimizer_states.keys() if self._carried else ():
+            if is_ready(self._per_optimizer_states[key]):
+                self._per_optimizer_states[key]["found_inf_per_device"] = {}
         self._carried.clear()
         for state in self._per_optimizer_states.values() if self._enabled else ():
-            if state["stage"] is OptState.UNSCALED and state.get("began"):
+            if state["stage"] is OptState.UNSCALED and state.get("failed"):
                 # Difference 23: torch takes the gradients of a later loss for those that it has unscaled.
                 state.clear()
                 state.update(_refresh_per_optimizer_state())
@@ -258,20 +261,12 @@ class Specification(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: Any) -> None:
         optimizer = unwrapped(optimizer)
-        self._drop_failed(optimizer)
         super().unscale_(optimizer)
         if self._enabled:
             state = self._per_optimizer_states[id(optimizer)]
-            for word in ("began", "failed", "stays", "stale"):
+            for word in ("failed", "stays", "stale"):
                 state.pop(word, None)
             self._carried.pop(id(optimizer), None)
-
-    def _drop_failed(self, optimizer: Any) -> None:
-        """Begin a step anew that has failed, if a loss was scaled since."""
-        state = self._per_optimizer_states[id(optimizer)] if self._enabled else {}
-        if state.get("failed") and state.get("stale") and state["stage"] is OptState.UNSCALED:
-            state.clear()
-            state.update(_refresh_per_optimizer_state())
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Any, allow_fp16: bool = True) -> Any:
         before = self._look(optimizer)
@@ -300,6 +295,12 @@ class Specification(torch.amp.GradScaler):
         optimizer = unwrapped(optimizer)
         self._check_scale_growth_tracker("_check_inf_per_device")
         state = self._per_optimizer_states[id(optimizer)]
+        if is_ready(state) and id(optimizer) in self._carried:
+            flags = state["found_inf_per_device"] or {
+                self._scale.device: torch.tensor(float(self._carried[id(optimizer)]))
+            }
+            state["found_inf_per_device"] = flags
+            return flags
         known = state["found_inf_per_device"]
         stays = state["stage"] is OptState.UNSCALED and (state.get("failed") or state.get("stays"))
         if known and (state["stage"] is OptState.STEPPED or stays):  # difference 1
@@ -314,7 +315,7 @@ class Specification(torch.amp.GradScaler):
         if is_ready(state):
             self._skips.pop(id(optimizer), None)
         self._resume(optimizer)
-        if state["stage"] is OptState.UNSCALED and state.get("failed"):
+        if state["stage"] is OptState.UNSCALED and state.get("failed") and (state["found_inf_per_device"] or fused):
             state["stage"] = OptState.STEPPED
             self._skips[id(optimizer)] = [True]
             return None
@@ -322,7 +323,7 @@ class Specification(torch.amp.GradScaler):
             result = (self._fused_step if fused else super().step)(optimizer, *args, **kwargs)
         except Exception:
             if state["stage"] is OptState.UNSCALED:
-                state["began"] = True
+                state["failed"] = True
             raise
         flags = state["found_inf_per_device"]  # those of a fused optimizer are read when somebody asks
         self._skips[id(optimizer)] = list(flags.values()) if fused else [any_set(flags)]
@@ -342,8 +343,7 @@ class Specification(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             return super().step(optimizer)  # raises
-        scaled = is_ready(state)
-        if scaled:
+        if is_ready(state):
             self._check_inf_per_device(optimizer)
         if grads.lacks_momentum(optimizer) and any_set(state["found_inf_per_device"]):  # difference 14
             state["stage"] = OptState.STEPPED
@@ -355,7 +355,7 @@ class Specification(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         except Exception:  # nobody knows what it divided: it can only be skipped now
             del optimizer.grad_scale, optimizer.found_inf
-            state.update(stage=OptState.UNSCALED, failed=scaled)
+            state.update(stage=OptState.UNSCALED, failed=True)
             raise
         finally:
             if unchecked:
@@ -423,7 +423,6 @@ class Specification(torch.amp.GradScaler):
     def _check_order(self, optimizers: Sequence[Any], again: bool) -> None:
         for optimizer in optimizers:
             self._check_scale_growth_tracker("clip_grad_norm_")
-            self._drop_failed(optimizer)
             stage = self._per_optimizer_states[id(optimizer)]["stage"]
             if stage is OptState.STEPPED:
                 raise Refused(RuntimeError, UNSCALED_LATE)
@@ -490,9 +489,8 @@ class Specification(torch.amp.GradScaler):
         """Return the flags to carry: before the update, which adds up the flags in one of them."""
         states = {k: s for k, s in self._per_optimizer_states.items() if not s.get("stale")}
         unscaled = {k: s for k, s in states.items() if s["stage"] is OptState.UNSCALED}
-        failed = {key for key, state in unscaled.items() if state.get("failed")}
-        checked = {key for key, state in unscaled.items() if state["found_inf_per_device"]}  # else nothing was divided
-        return {key: key in failed or any_set(unscaled[key]["found_inf_per_device"]) for key in failed | checked}
+        checked = {k: s for k, s in unscaled.items() if s["found_inf_per_device"]}  # else nothing was divided
+        return {key: state.get("failed") or any_set(state["found_inf_per_device"]) for key, state in checked.items()}
 
     def _update_by_flags(self) -> None:
         if self._growth_tracker.item() >= self._growth_interval and self._any_check():  # difference 3

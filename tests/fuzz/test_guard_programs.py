@@ -7,7 +7,7 @@ import pytest
 import strategies as draw
 import torch
 from fuzz_profile import Chunk, cases, settings_for
-from grads import gradients_of, together
+from grads import together
 from helpers import params_of
 from hypothesis import assume, seed
 from hypothesis import strategies as st
@@ -35,8 +35,7 @@ GRADIENTS = st.builds(
 class GuardSpecification(Specification):
     """A guard by its docstring: a scaler whose scale stays 1, and which skips spikes.
 
-    An update may be left out: what comes after a step, or one that raised, begins the next, and leaves others' checks.
-    An unscaled step lasts over an update if another was taken, and then skips if its gradients are no longer finite.
+    Each step ends with its own update, and leaves others' checks; a check begins anew. `update()` does nothing.
     """
 
     allows_fp16 = True
@@ -48,6 +47,7 @@ class GuardSpecification(Specification):
         self.sigma, self.length = sigma, length
         self.known: dict[int, list[float]] = {}  # windows by ids of optimizers, in the order of their first steps
         self.loaded = list(loaded)  # windows whose optimizers are still to come
+        self.judged: dict[int, tuple[list[float], bool]] = {}  # windows before a judgement, and it
         self.is_joint = False  # whether one norm is that of several optimizers
 
     def windows(self) -> list[list[float]]:
@@ -55,6 +55,9 @@ class GuardSpecification(Specification):
 
     def copied(self, length: int) -> "GuardSpecification":
         return GuardSpecification(self.sigma, length, self.windows(), self._counters)
+
+    def update(self, new_scale: Any = None) -> None:
+        pass
 
     def unscale_(self, optimizer: Any) -> None:
         self._begin_anew([optimizer])
@@ -66,7 +69,8 @@ class GuardSpecification(Specification):
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16=True)
 
     def clip_grad_norm_(self, optimizers: Sequence[Any], *args: Any, **kwargs: Any) -> Tensor:
-        self._begin_anew(optimizers, by_check=kwargs.get("parameters") is None)
+        if kwargs.get("parameters") is None:
+            self._begin_anew(optimizers)
         return super().clip_grad_norm_(optimizers, *args, **kwargs)
 
     def _unscale_at_once(self, optimizers: Sequence[Any], chosen: Sequence[Tensor]) -> tuple[Tensor, bool]:
@@ -77,38 +81,30 @@ class GuardSpecification(Specification):
         return found
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        self._begin_anew([optimizer], by_check=False)
-        if is_ready(self._per_optimizer_states[id(optimizer)]) and id(optimizer) not in self._carried:
+        if is_ready(self._per_optimizer_states[id(optimizer)]):
             self.unscale_(optimizer)
-        return super().step(optimizer, *args, **kwargs)
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            self._end(optimizer)
 
-    def _resume(self, optimizer: Any) -> None:
-        if id(optimizer) in self._carried:  # a batch may have come since, of which nothing has told
-            bad = not all(gradient.to_dense().isfinite().all() for gradient in gradients_of(optimizer))
-            self._carried[id(optimizer)] = self._carried[id(optimizer)] or bad
-        super()._resume(optimizer)
+    def _end(self, optimizer: Any) -> None:
+        """Update by this step alone, if it was taken, skipped or spent."""
+        everything = self._per_optimizer_states
+        state = everything.pop(id(optimizer))
+        if state["found_inf_per_device"] and (state["stage"] is OptState.STEPPED or state.get("failed")):
+            self._per_optimizer_states = type(everything)(everything.default_factory, {id(optimizer): state})
+            super().update()
+            self._carried.clear()
+        self._per_optimizer_states = everything
+        self.judged.pop(id(optimizer), None)
 
-    def _unstepped(self) -> dict[int, bool]:
-        unstepped, states = super()._unstepped(), self._per_optimizer_states
-        if all(state["stage"] is not OptState.STEPPED and not state.get("began") for state in states.values()):
-            return {}  # the batch was left out
-        return {key: flag for key, flag in unstepped.items() if not states[key].get("began")}
-
-    def _begin_anew(self, optimizers: Sequence[Any], *, by_check: bool = True) -> None:
-        """Update if the last step of one of them is over, and none was made since."""
-        states = {id(optimizer): self._per_optimizer_states[id(optimizer)] for optimizer in optimizers}
-        over = {key: each for key, each in states.items() if each["stage"] is OptState.STEPPED or each.get("began")}
-        over |= {key: each for key, each in states.items() if by_check and each.get("overtaken")}
-        if any(state["found_inf_per_device"] for state in over.values()):
-            others = {key: each for key, each in self._per_optimizer_states.items() if key not in states}
-            waiting = {k: s for k, s in others.items() if s["stage"] is OptState.UNSCALED and not s.get("began")}
-            for key, state in waiting.items():
-                del self._per_optimizer_states[key]
-                state["overtaken"] = True
-            self.update()
-            self._per_optimizer_states.update(waiting)
-        for key in over:
-            self._per_optimizer_states.pop(key, None)
+    def _begin_anew(self, optimizers: Sequence[Any]) -> None:
+        for optimizer in optimizers:
+            state = self._per_optimizer_states[id(optimizer)]
+            if state.get("failed"):
+                self._end(optimizer)
+            self._per_optimizer_states.pop(id(optimizer), None)
 
     def _judge(self, optimizers: Sequence[Any]) -> None:
         """Judge the norm of optimizers by the window of the first; each of them gets one, in their order."""
@@ -118,11 +114,16 @@ class GuardSpecification(Specification):
             if id(optimizer) not in self.known:
                 self.known[id(optimizer)] = self.loaded.pop(0) if self.loaded else []
         window = self.known[id(optimizers[0])]
+        if id(optimizers[0]) in self.judged:  # another judgement of the same step replaces the last one
+            window[:], was_spike = self.judged[id(optimizers[0])]
+            self._counters["spikes"] -= was_spike
         held = [each for optimizer in optimizers for each in params_of(optimizer) if each.grad is not None]
         norm = together(held).norm().item()
         limit = limit_after(window, self.sigma, self.length)
         skips = norm > limit
         assume(not 0.0 < abs(norm - limit) <= 1e-5 * limit)  # else the last digits decide; NaN without a limit
+        if held:
+            self.judged[id(optimizers[0])] = [*window], bool(norm < torch.inf and skips)
         if held and norm < torch.inf:
             window.append(entering(norm, limit))
             self._counters["spikes"] += int(skips)
@@ -206,7 +207,6 @@ class GuardPrograms(TwoWorlds):
         model = self.theirs.scaler
         states = model._per_optimizer_states
         if not model._carried and all(is_ready(each) or each["stage"] is OptState.STEPPED for each in states.values()):
-            model._begin_anew([each for each in self.theirs.optimizers if not is_ready(states[id(each)])])
             self.ours.scaler = COPIES[how](self.ours.scaler)
             self.theirs.scaler = model.copied(model.length)
             self.compare()

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scaler_triton import flag
 from scaler_triton.flag import Flag, FlagRows, HostCopy
 from scaler_triton.kernels.abi import FAILED, FLAG, MAX_SCALE, ROWS
+from scaler_triton.step import OptimizerStep
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-NO_FLAGS: dict[torch.device, Tensor] = {}
 
 
 def cleared(rows: FlagRows | None = None, *, on_gpu: bool = False) -> Flag:
@@ -92,7 +92,7 @@ def test_clear_forgets_the_last_check(on_gpu: bool) -> None:
     made.saved, made.cleared = True, False
     made.clear()
     assert made.status[[FLAG, FAILED]].tolist() == [0.0, 0.0]
-    assert not made.on_host({CPU: made.found_inf}, fresh=True)  # no comparison, no old copy
+    assert not made.on_host()  # no comparison, no old copy
     assert (made.saved, made.is_final) == (False, False)
 
 
@@ -135,28 +135,29 @@ def test_it_is_given_to_each_device_once_in_their_order_and_is_itself_at_home() 
 ITS_OWN: Any = None  # the flag itself stands in the step
 ON_HOST = [
     # the flag, then written by others after the copy was started, or where no copy is; what stands in the step
-    (0.0, 0.0, ITS_OWN, True, False),
-    (1.0, 1.0, ITS_OWN, True, True),
-    (math.nan, math.nan, ITS_OWN, True, True),
-    (1.0, 1.0, {META: torch.zeros((), device="meta")}, True, True),  # a copy of it, which need not be read
-    (0.0, 1.0, ITS_OWN, False, True),
-    (0.0, 1.0, {CPU: torch.tensor(0.0)}, False, False),
-    (0.0, 0.0, {CPU: torch.tensor([2.0])}, False, True),
-    (0.0, 0.0, {CPU: torch.tensor(0.0), META: torch.tensor(1.0)}, False, True),
-    (1.0, 1.0, {}, False, False),
+    (0.0, 0.0, ITS_OWN, False, False),
+    (1.0, 1.0, ITS_OWN, False, True),
+    (math.nan, math.nan, ITS_OWN, False, True),
+    (1.0, 1.0, {META: torch.zeros((), device="meta")}, False, True),  # a copy of it, which need not be read
+    (0.0, 1.0, ITS_OWN, True, True),
+    (0.0, 1.0, {CPU: torch.tensor(0.0)}, True, False),
+    (0.0, 0.0, {CPU: torch.tensor([2.0])}, True, True),
+    (0.0, 0.0, {CPU: torch.tensor(0.0), META: torch.tensor(1.0)}, True, True),
+    (1.0, 1.0, {}, True, False),
 ]
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize(("value", "later", "flags", "fresh", "skips"), ON_HOST)
-def test_on_host_is_what_stands_in_the_step(
-    value: float, later: float, flags: Any, fresh: bool, skips: bool, on_gpu: bool
+@pytest.mark.parametrize(("value", "later", "flags", "exposed", "skips"), ON_HOST)
+def test_a_step_is_skipped_by_what_stands_in_it_once_other_code_has_seen_it(
+    value: float, later: float, flags: Any, exposed: bool, skips: bool, on_gpu: bool
 ) -> None:
-    made = cleared(on_gpu=on_gpu)
+    made, step = cleared(on_gpu=on_gpu), OptimizerStep()
     made.found_inf.fill_(value)
+    step.checked(made, {CPU: made.found_inf} if flags is ITS_OWN else flags, divided=True)
     made.start_copy()
     made.found_inf.fill_(later)
-    assert made.on_host({CPU: made.found_inf} if flags is ITS_OWN else flags, fresh) is skips
+    assert step.is_bad(exposed) is skips
 
 
 @pytest.mark.parametrize("starts", [False, True])
@@ -166,7 +167,7 @@ def test_a_fresh_check_is_read_from_the_copy_that_it_started_if_it_did(starts: b
     if starts:
         made.start_copy()
     made.found_inf.fill_(1.0)
-    assert made.on_host({CPU: made.found_inf}, fresh=True) is not starts
+    assert made.on_host() is not starts
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -191,7 +192,7 @@ def agreed(mine: float, *others: list[float]) -> Flag:
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-@pytest.mark.parametrize("read", [lambda made: made.on_host(NO_FLAGS, fresh=True), Flag.last])
+@pytest.mark.parametrize("read", [lambda made: made.on_host(), Flag.last])
 @pytest.mark.parametrize(
     ("other", "error"),
     [
@@ -220,7 +221,7 @@ def of_totals(totals: Sequence[Any], ranks: int) -> Flag:
 
 
 def reads(made: Flag) -> bool:
-    return made.on_host({CPU: made.found_inf}, fresh=True)
+    return made.on_host()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 256, 1000, 65537, 100_000])

@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import pickletools
+import sys
 import threading
 import types
 from collections import defaultdict
@@ -223,8 +224,8 @@ def test_a_carried_step_begins_anew_where_only_one_of_the_two_is_captured(captur
     scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), sgd([torch.full((1,), 8.0)])
     scaler.unscale_(optimizer)
     scaler.update()
-    scaler._ours.steps.open(optimizer).captured = captured[0]
-    with mock.patch.object(check, "is_captured", return_value=captured[1]):
+    scaler._ours.steps.open(optimizer).flag.captured = captured[0]
+    with mock.patch.object(sys.modules["scaler_triton.grad_scaler"], "is_captured", return_value=captured[1]):
         scaler.step(optimizer)
     assert values(optimizer) == [-0.25]
 

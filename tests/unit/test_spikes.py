@@ -36,7 +36,8 @@ class Judge:
         self.flag.clear()
         if ranks:
             self.flag.summed_over, self.flag.is_final = ranks, True
-        self.window.judge(self.totals, self.flag, self.counters, first=first)
+        self.window.is_judged = not first
+        self.window.judge(self.totals, self.flag, self.counters)
         assert self.totals[abi.OVERFLOWS].item() == self.flag.is_set()
         return self.flag.is_set()
 
@@ -64,7 +65,8 @@ def test_norms_have_the_same_bits_everywhere(place: Place) -> None:
     run, draw = Judge(place), random.Random(1)
     for _ in range(300 if place.backend == "torch" else 20):
         run.totals[abi.SQUARES] = squares = draw.uniform(1.0, 1e6)
-        run.window.judge(run.totals, run.flag, run.counters, first=True)
+        run.window.is_judged = False
+        run.window.judge(run.totals, run.flag, run.counters)
         assert run.window.norms()[-1] == math.sqrt(squares)
 
 
