@@ -26,18 +26,28 @@ import torch
 from torch import Tensor, nn
 from torch.cuda.amp import common
 
-from scaler_triton import clip, fused, passes, policy, ranks, report, streak, update
-from scaler_triton.check import OUR_METHODS, Ours, check, peers_of, require_scale, step_failed
-from scaler_triton.describe import describe
-from scaler_triton.dispatch import check_backend, is_captured, is_capturing, refuse_capture, skip_tracing, stacklevel
-from scaler_triton.flag import Flag, Flags, any_flag
-from scaler_triton.headroom import Headroom, HeadroomRule, read_headroom
+from scaler_triton.clipping import clip
+from scaler_triton.core import fused, passes, policy, ranks, update
+from scaler_triton.core.check import OUR_METHODS, Ours, check, peers_of, require_scale, step_failed
+from scaler_triton.core.dispatch import (
+    check_backend,
+    is_captured,
+    is_capturing,
+    refuse_capture,
+    skip_tracing,
+    stacklevel,
+)
+from scaler_triton.core.flag import Flag, Flags, any_flag
+from scaler_triton.core.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
+from scaler_triton.core.step import CARRIED, FAILED, FOREIGN, READY, STEPPED, UNSCALED, OptimizerStep, Steps
+from scaler_triton.core.update import LaggingCounters, ScalerStats
+from scaler_triton.guard.spikes import Guard
 from scaler_triton.kernels.abi import MAX_SCALE, STATUS
-from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
-from scaler_triton.report import Model, OverflowReport
-from scaler_triton.spikes import Guard
-from scaler_triton.step import CARRIED, FAILED, FOREIGN, READY, STEPPED, UNSCALED, OptimizerStep, Steps
-from scaler_triton.update import LaggingCounters, ScalerStats
+from scaler_triton.measuring.headroom import Headroom, HeadroomRule, read_headroom
+from scaler_triton.report import overflow as report
+from scaler_triton.report import streak
+from scaler_triton.report.describe import describe
+from scaler_triton.report.overflow import Model, OverflowReport
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
 

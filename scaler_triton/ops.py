@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaler_triton import passes, policy, torch_ops
-from scaler_triton.dispatch import check_backend, choose_for_scale, kernels
-from scaler_triton.gradients import check_gradient, check_overlap, local_tensor
+from scaler_triton.core import passes, policy, torch_ops
+from scaler_triton.core.dispatch import check_backend, choose_for_scale, kernels
+from scaler_triton.core.gradients import check_gradient, check_overlap, local_tensor
+from scaler_triton.core.plan import Batch, Layout, Matcher, choose_backends, form_matcher, group, unknown
+from scaler_triton.core.torch_ops import increment_version, is_plain
+from scaler_triton.core.update import DevicePolicy, Numbers, update_by_ops_, update_on_host_
 from scaler_triton.kernels.abi import COUNTERS, SQUARES
-from scaler_triton.plan import Batch, Layout, Matcher, choose_backends, form_matcher, group, unknown
-from scaler_triton.torch_ops import increment_version, is_plain
-from scaler_triton.update import DevicePolicy, Numbers, update_by_ops_, update_on_host_
 
 __all__ = ["check_nonfinite", "grad_norm", "unscale_", "update_scale_"]
 

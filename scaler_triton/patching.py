@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from scaler_triton import grad_scaler, policy, ranks
+from scaler_triton import grad_scaler
+from scaler_triton.core import policy, ranks
 
 
 def _deprecated(kind: str) -> type:

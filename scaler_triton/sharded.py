@@ -13,7 +13,7 @@ if not torch.distributed.is_available():
 
 from torch.distributed.fsdp import sharded_grad_scaler as _torch_sharded
 
-from scaler_triton.check import Ours
+from scaler_triton.core.check import Ours
 from scaler_triton.grad_scaler import GradScaler, Outputs
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from no_fp64 import WithoutFp64, applies
 from rank_pool import RankPool
 
-from scaler_triton import dispatch
+from scaler_triton.core import dispatch
 
 GROUP_LIMIT = 10.0  # Seconds one collective may take.
 PLACES = os.environ.get("PLACES", "")

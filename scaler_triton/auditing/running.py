@@ -20,9 +20,9 @@ from scaler_triton.auditing.report import (
     scaler_readings,
     steps_reading,
 )
-from scaler_triton.gradients import local_tensor
-from scaler_triton.ranks import gather_bytes, gathering_group, is_bare
-from scaler_triton.step import parameters_of, unwrap
+from scaler_triton.core.gradients import local_tensor
+from scaler_triton.core.ranks import gather_bytes, gathering_group, is_bare
+from scaler_triton.core.step import parameters_of, unwrap
 from scaler_triton.text import error_line
 
 

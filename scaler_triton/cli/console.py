@@ -32,7 +32,7 @@ def complain(message: str, status: int = 2) -> int:
 
 def requested_backend() -> str | None:
     """Return the backend that the environment asks for; None after a complaint about an unknown one."""
-    from scaler_triton.dispatch import check_backend
+    from scaler_triton.core.dispatch import check_backend
 
     try:
         return check_backend(None)

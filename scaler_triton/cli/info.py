@@ -42,7 +42,7 @@ def version_lines() -> str:
     """Return the versions of everything involved, and the backend that the environment asks for."""
     import torch
 
-    from scaler_triton.dispatch import ENV_VARIABLE
+    from scaler_triton.core.dispatch import ENV_VARIABLE
 
     asked = os.environ.get(ENV_VARIABLE)
     unset = "not set" if asked is None else "empty"
@@ -101,7 +101,7 @@ def device_lines(device: torch.device, requested: str) -> list[str]:
 
 def explain(device: torch.device, dtype: torch.dtype, requested: str) -> str:
     """Return the backend of a dtype and the reason; this tries Triton out if it may be used."""
-    from scaler_triton.dispatch import choose, reason_for
+    from scaler_triton.core.dispatch import choose, reason_for
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning of a failure repeats the reason

@@ -20,9 +20,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 
 from scaler_triton.cli.console import coloured, fitted, fitted_table
+from scaler_triton.core.gradients import local_tensor
 from scaler_triton.demo.launch import Answer, run_ranks
 from scaler_triton.demo.train import load_library, put_inf
-from scaler_triton.gradients import local_tensor
 from scaler_triton.text import one_line, rank_names
 
 START = 8.0  # the scale before the step: 4 after one backoff

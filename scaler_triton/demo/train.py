@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+from scaler_triton.core.gradients import local_tensor
 from scaler_triton.demo.launch import tell
 from scaler_triton.demo.model import Block, CharTransformer, ModelSize
-from scaler_triton.gradients import local_tensor
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import scaler_triton
 from scaler_triton import GradScaler, StepGuard
+from scaler_triton.core.step import parameters_of
 from scaler_triton.integrations import updates, versions
 from scaler_triton.integrations.unscaled import Unscaled, clip_again, unscale_once
-from scaler_triton.step import parameters_of
 
 _ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 _HINTS = {  # for an accelerator of that mixed_precision

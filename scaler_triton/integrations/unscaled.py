@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from scaler_triton.dispatch import is_captured
-from scaler_triton.step import CARRIED, FAILED, UNSCALED, parameters_of
+from scaler_triton.core.dispatch import is_captured
+from scaler_triton.core.step import CARRIED, FAILED, UNSCALED, parameters_of
 
 
 def unscale_once(scaler: Any, *optimizers: Any) -> None:

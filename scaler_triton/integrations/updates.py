@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scaler_triton.dispatch import is_captured
-from scaler_triton.step import READY, STEPPED, parameters_of
+from scaler_triton.core.dispatch import is_captured
+from scaler_triton.core.step import READY, STEPPED, parameters_of
 
 # What a scaler does only after an update that was put off. Reading its scale or counters is not among them: one rank
 # alone may log them between two steps.

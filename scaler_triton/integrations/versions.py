@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch.torch_version import TorchVersion
 
-from scaler_triton.dispatch import stacklevel
+from scaler_triton.core.dispatch import stacklevel
 
 # Package -> the oldest and the newest version, with which `make test-oldest` and `make test-frameworks` run.
 TESTED = {

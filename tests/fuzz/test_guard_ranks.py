@@ -18,8 +18,8 @@ from ranks.cases import FirstOpFails
 from torch import Tensor
 
 from scaler_triton import SkipStreakError, StepGuard
+from scaler_triton.core.ranks import Ranks
 from scaler_triton.integrations.unscaled import clip_again
-from scaler_triton.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 

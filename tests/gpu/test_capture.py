@@ -11,7 +11,7 @@ from helpers import WAYS, assert_all_same, assert_same, parameters, sgd, started
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler, ops
-from scaler_triton.torch_ops import kept_constants
+from scaler_triton.core.torch_ops import kept_constants
 
 # torch's optimizers notice steps beside the captured ones, which is what is compared here.
 CAPTURABLE = pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True:UserWarning")

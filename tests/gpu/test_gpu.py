@@ -12,8 +12,9 @@ import torch
 from helpers import WAYS, assert_all_same, flags, parameters, started, take_step, waits_raise
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaler_triton import GradScaler, ScalerStats, dispatch, ops
-from scaler_triton.update import LaggingCounters
+from scaler_triton import GradScaler, ScalerStats, ops
+from scaler_triton.core import dispatch
+from scaler_triton.core.update import LaggingCounters
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import torch
 from rank_pool import RankPool
 
 from ranks import cases
-from scaler_triton import dispatch
+from scaler_triton.core import dispatch
 
 CASE_LIMIT = 30.0  # Seconds; a case takes milliseconds, and a hang is a failure.
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor import Partial, Replicate
 
 from ranks import cases, models
 from ranks.cases import Fault, give_grads, new_optimizer, new_scaler, plant
-from scaler_triton import audit, meeting
+from scaler_triton import audit
+from scaler_triton.core import meeting
 
 pytestmark = pytest.mark.distributed
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import scaler_triton
 from scaler_triton import GradScaler, StepGuard, unpatch_torch
-from scaler_triton.report import BadGradient, BadParameter, OverflowReport, Spike
+from scaler_triton.report.overflow import BadGradient, BadParameter, OverflowReport, Spike
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}

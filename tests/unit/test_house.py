@@ -14,7 +14,11 @@ import scaler_triton
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, KERNELS = ROOT / "scaler_triton", ROOT / "kernels"
+ROOMS = ("clipping", "guard", "measuring", "report")
 CORE = {f"scaler_triton.{path.stem}": path for path in PACKAGE.glob("*.py") if path.stem != "patching"}
+CORE |= {
+    f"scaler_triton.{room}.{path.stem}": path for room in ("core", *ROOMS) for path in (PACKAGE / room).glob("*.py")
+}
 CORE |= {f"scaler_triton.kernels.{path.stem}": path for path in KERNELS.glob("*.py")}
 MOST_FLOORS = 8
 

@@ -15,7 +15,7 @@ from tensor_pair import Pair
 from torch import Tensor
 
 from scaler_triton import ops
-from scaler_triton.dispatch import ENV_VARIABLE, kernels
+from scaler_triton.core.dispatch import ENV_VARIABLE, kernels
 
 
 @pytest.fixture(autouse=True)

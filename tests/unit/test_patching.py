@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from scaler_triton import GradScaler, ShardedGradScaler, patch_torch, patching, ranks, unpatch_torch
+from scaler_triton import GradScaler, ShardedGradScaler, patch_torch, patching, unpatch_torch
+from scaler_triton.core import ranks
 
 ROOT = Path(__file__).parents[2]
 TorchPlain, TorchCuda, TorchCpu = torch.amp.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler

@@ -14,8 +14,8 @@ from helpers import Slotted, sgd, values
 from torch import nn
 
 from scaler_triton import GradScaler, SkipStreakError, StepGuard
+from scaler_triton.core.step import READY
 from scaler_triton.integrations import updates
-from scaler_triton.step import READY
 
 INF, SCALE = math.inf, 8.0
 BAD = pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from no_fp64 import WithoutFp64
 from torch import Tensor
 
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, ops
-from scaler_triton.torch_ops import exponent_of, times_power_of_2, wide_dtype
+from scaler_triton.core.torch_ops import exponent_of, times_power_of_2, wide_dtype
 
 LOSS_SCALES = [1.0, 3.0, float("inf"), 0.5, float("nan"), 2.0, 7.0, 1.0]
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, ranks
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
+from scaler_triton.core import ranks
+from scaler_triton.core.ranks import Ranks
 from scaler_triton.kernels import launch
-from scaler_triton.ranks import Ranks
 
 FUSED = pytest.mark.parametrize("fused", [False, True])
 GOOD_STEPS = pytest.mark.parametrize("good_steps", [0, 3])

@@ -14,7 +14,8 @@ import torch
 from helpers import assert_all_same
 from torch import Tensor
 
-from scaler_triton import GradScaler, dispatch
+from scaler_triton import GradScaler
+from scaler_triton.core import dispatch
 from scaler_triton.kernels import trial
 
 ROOT = Path(__file__).parents[3]
@@ -24,7 +25,7 @@ FORK_IN_A_TRIAL = """
 import os, signal, threading, warnings
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 import torch
-from scaler_triton import dispatch
+from scaler_triton.core import dispatch
 from scaler_triton.kernels import trial
 
 trying, over = threading.Event(), threading.Event()

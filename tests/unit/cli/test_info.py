@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import scaler_triton
-from scaler_triton import cli, dispatch
+from scaler_triton import cli
+from scaler_triton.core import dispatch
 
 ROOT = Path(__file__).parents[3]
 

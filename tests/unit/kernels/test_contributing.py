@@ -8,7 +8,7 @@ from pathlib import Path
 import kernel_cases as cases
 import pytest
 
-from scaler_triton.dispatch import kernels
+from scaler_triton.core.dispatch import kernels
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()

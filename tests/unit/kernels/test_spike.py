@@ -7,10 +7,10 @@ import torch
 from helpers import assert_all_same
 from kernel_cases import DEVICE, INF, NAN, as_bits, launched
 
+from scaler_triton.core.update import Counters
+from scaler_triton.guard.spikes import Guard
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.spike import launch_judge, warps_of
-from scaler_triton.spikes import Guard
-from scaler_triton.update import Counters
 
 GUARD = -7.0
 

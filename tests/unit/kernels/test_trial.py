@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE
 
-from scaler_triton.gradients import DTYPES
+from scaler_triton.core.gradients import DTYPES
 from scaler_triton.kernels import trial
 
 LAUNCHES = {

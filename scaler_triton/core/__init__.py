@@ -1,0 +1,1 @@
+"""A step, and nothing else: it knows none of the rooms around it."""

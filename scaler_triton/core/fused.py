@@ -1,0 +1,160 @@
+"""The step of a fused optimizer, which divides and skips by itself.
+
+Newer ones, such as torch's with `fused=True`, read `grad_scale` and `found_inf` from their attributes. Older ones, such
+as apex's, take the scaler as an argument and ask it for both.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD
+
+from scaler_triton.core.check import OUR_METHODS, check
+from scaler_triton.core.dispatch import stacklevel, stream_of
+from scaler_triton.core.flag import any_flag
+from scaler_triton.core.step import UNSCALED, OptimizerStep
+from scaler_triton.report.streak import LOOKS, look
+
+if TYPE_CHECKING:
+    from scaler_triton.grad_scaler import GradScaler
+
+_CPU = torch.device("cpu")
+_torchs: Any = sys.modules["torch.optim.optimizer"]  # `torch.optim.optimizer` is shadowed
+
+
+def check_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
+    """Check the gradients of a step whose optimizer will divide them; a guard's are unscaled: it need not."""
+    divide = scaler._ours.guard is not None
+    if _takes_scaler(step, optimizer):
+        if hasattr(optimizer, "param_groups"):  # older containers lack them
+            check(scaler, step, optimizer, divide=divide, by_step=True)
+    elif getattr(scaler._check_inf_per_device, "__func__", None) not in OUR_METHODS:
+        scaler._check_inf_per_device(optimizer)
+    else:
+        check(scaler, step, optimizer, divide=divide, by_step=True)
+
+
+def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Call the step of an optimizer whose gradients are checked, without a host wait."""
+    if step.steps_taken & LOOKS == LOOKS:
+        look(scaler)
+    if _takes_scaler(step, optimizer):
+        return _step_by_argument(scaler, step, optimizer, args, kwargs)
+    divides = step.phase is not UNSCALED  # by its own kernels
+    scale: Any = scaler._get_scale_async()
+    exposed = scaler._ours.steps.exposed
+    flag, flags = step.own_flag() if exposed else step.flag, step["found_inf_per_device"]
+    # Other code may have written it, such as a sum over ranks: make it 0 or 1 again.
+    found_inf = any_flag(flags.values(), scale.device) if flag is None or exposed else flag.found_inf
+    inner = step.owner()
+    if isinstance(inner, SGD) and _skip_would_corrupt(inner) and found_inf.item():
+        remove_scale(optimizer, inner)
+        step.outcome = True if flag is None else flag
+        return None
+    updater = scaler._ours.updater
+    if flag is not None:
+        flag.reader = stream_of(scale, scaler._ours.steps.requested)() if updater is None else updater.stream()
+    on_host = not scale.is_cpu and _CPU in flags
+    factor = (scale.reshape(()) if scale.ndim else scale) if divides else None
+    step.outcome = found_inf if flag is None else flag  # hooks of the optimizer may ask for it
+    return _step_with_scale(optimizer, inner, factor, found_inf, on_host, args, kwargs)
+
+
+def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Step an older optimizer, which gets the scaler itself and asks it for the flag of the check made here."""
+    warnings.warn(
+        "GradScaler is going to stop passing itself as a keyword argument to the passed "
+        "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+        "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+        FutureWarning,
+        stacklevel=stacklevel(),
+    )
+    result = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
+    flags = step["found_inf_per_device"]
+    step.outcome = step.own_flag() or any_flag(flags.values(), scaler._scale.device)
+    return result
+
+
+def _takes_scaler(step: OptimizerStep, optimizer: Any) -> bool:
+    """Return whether the optimizer's `step` takes the scaler as an argument, as older ones do."""
+    function = getattr(optimizer.step, "__func__", optimizer.step)
+    known, takes_scaler = step.notes.get("function", (_nothing, False))
+    if known() is not function:
+        takes_scaler = "grad_scaler" in inspect.signature(function).parameters
+        with suppress(TypeError):  # no weak references to it: it is inspected in each step
+            step.notes["function"] = weakref.ref(function), takes_scaler  # it may hold the optimizer
+    return bool(takes_scaler)
+
+
+def _nothing() -> None:
+    """Stand for a function that is not known."""
+
+
+def _skip_would_corrupt(optimizer: SGD) -> bool:
+    """Return whether a skipped fused step would corrupt later ones, as SGD's first one with momentum does.
+
+    torch's fused SGD allocates momentum buffers without initialising them; the next step reads them after a skip.
+    """
+    return any(
+        parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group.get("fused") and group.get("momentum")  # a subclass may have other options
+        for parameter in group["params"]
+    )
+
+
+def _step_with_scale(
+    optimizer: Any, inner: Any, scale: Tensor | None, found_inf: Tensor, on_host: bool, args: Any, kwargs: Any
+) -> Any:
+    """Call `optimizer.step(*args, **kwargs)` with `grad_scale` and `found_inf` set on both optimizers.
+
+    A `grad_scale` that the user has set is multiplied in and removed after the step; it is restored if the step raised.
+    An optimizer with parameters on the CPU gets copies there, after a wait (`on_host`): torch's fused ones copy both to
+    each device without waiting, and their CPU kernels would read before the copy has arrived.
+    """
+    own = getattr(optimizer, "grad_scale", None)
+    if own is scale:  # left behind by an interrupted step
+        own = None
+    product = own if scale is None else scale if own is None else scale * own
+    if on_host or not _only_reads(inner):
+        copied = Tensor.cpu if on_host else Tensor.clone
+        product, found_inf = copied(product) if isinstance(product, Tensor) else product, copied(found_inf)
+    try:
+        for each in (optimizer, inner):  # perhaps the same
+            each.grad_scale, each.found_inf = product, found_inf
+        result = optimizer.step(*args, **kwargs)
+        own = None  # it was for this step
+    finally:
+        remove_scale(optimizer, inner)
+        if own is not None:
+            inner.grad_scale = own
+    return result
+
+
+def remove_scale(optimizer: Any, inner: Any) -> None:
+    """Delete `grad_scale` and `found_inf`; the user's `grad_scale`, too, is for one step, even if that is skipped."""
+    for each in (optimizer, inner):  # perhaps the same
+        held = getattr(each, "__dict__", {})  # a wrapper may forward the inner one's, and a class have some
+        held.pop("grad_scale", None)
+        held.pop("found_inf", None)
+
+
+def _only_reads(optimizer: Any) -> bool:
+    """Return whether a fused step only reads its scale and flag: one of torch's own, without hooks."""
+    try:  # these names are private to torch
+        return type(optimizer).__module__.startswith("torch.optim.") and not (
+            optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or _torchs._global_optimizer_pre_hooks
+            or _torchs._global_optimizer_post_hooks
+        )
+    except AttributeError:
+        return False

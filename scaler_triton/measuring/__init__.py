@@ -1,0 +1,1 @@
+"""How far gradients are from overflow: `measure=True`, `headroom()` and the headroom policy."""

@@ -1,0 +1,1 @@
+"""What happened: which parameter overflowed, on which rank, and how often."""

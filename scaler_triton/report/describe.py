@@ -1,0 +1,86 @@
+"""What `repr` says of a scaler or a guard: where it is, its numbers, its skips.
+
+It never waits for the device and calls no other rank. On CUDA it looks for what has arrived on the host for a
+millisecond, and says so where newer numbers are still on their way.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scaler_triton.core.dispatch import backend_so_far, is_captured
+from scaler_triton.core.flag import HostCopy
+from scaler_triton.core.update import ScalerStats
+from scaler_triton.text import count_of
+
+if TYPE_CHECKING:
+    from scaler_triton.core.check import Ours
+    from scaler_triton.grad_scaler import GradScaler
+
+LOOK = 1e-3  # seconds
+_BEHIND = "newer numbers are on their way"
+
+
+def describe(scaler: GradScaler) -> str:
+    """Return such as "GradScaler(cuda, triton; scale 65536; 120 updates, 2 skipped, the last at 39)"."""
+    name, device = type(scaler).__name__, getattr(scaler, "_device", None)
+    if device is None:
+        return f"{name}(no __init__ has run)"
+    if not scaler._enabled:
+        return f"{name}({device}, disabled)"
+    ours, end, is_new = scaler._ours, time.monotonic() + LOOK, True
+    parts = [f"{device}, {backend_so_far(device, ours.steps.requested)}"]
+    if ours.guard is None:
+        scale, number = scaler._get_scale_async(), scaler._init_scale
+        if scale is not None:
+            is_new = _look(ours.scale_copy, scale, end)
+            number = number if ours.scale_copy.latest is None else ours.scale_copy.latest
+        parts.append(f"scale {_shown(number)}")
+    elif not ours.by_norm:
+        parts.append("no spike_sigma")
+    else:
+        windows = ours.guard.windows()
+        for window in windows:
+            is_new &= _look(window.copy, window.memory, end)
+        parts += [window.described() for window in windows] or ["no norm yet"]
+    counters = ours.counters
+    is_new &= isinstance(counters.values, list) or _look(counters.copy, counters.values, end)
+    parts += [_counted(ours), *([] if is_new else [_BEHIND])]
+    return f"{name}({'; '.join(parts)})"
+
+
+def _look(copy: HostCopy, source: Any, end: float) -> bool:
+    """Read what has arrived on the host until the time `end`; return whether it is of now."""
+    # In torch's fake mode a copy would be fake, and stay the one that `metrics` reads.
+    if type(torch.empty(0, device="cpu")) is not Tensor or is_captured(source):
+        return False
+    with suppress(Exception):  # whoever asks for a repr may be about to say what is wrong
+        for _ in range(2):  # the first copy may have been started long ago
+            copy.newest(source)
+            while not copy.has_arrived():
+                if time.monotonic() > end:
+                    return False
+        copy.newest(source)
+        return True
+    return False
+
+
+def _counted(ours: Ours) -> str:
+    values = ours.counters.values
+    stats = ScalerStats.of(values if isinstance(values, list) else ours.counters.copy.latest)
+    if not stats.updates:
+        return "no update yet"
+    skips = f"{stats.skipped} skipped, the last at {stats.last_skip}" if stats.skipped else "none skipped"
+    return f"{count_of(stats.updates, 'update')}, {skips}"
+
+
+def _shown(scale: Any) -> str:
+    """Return a scale, a number or what is in a tensor of one element, with all its digits."""
+    while isinstance(scale, list):
+        (scale,) = scale
+    return repr(float(scale)).removesuffix(".0")

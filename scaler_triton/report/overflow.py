@@ -1,0 +1,495 @@
+"""Which parameter overflowed, on which rank: marks that the passes leave, and the report made of them.
+
+A mark says what one gradient held, and in which generation, the number of skips before. Kernels write marks on the
+device, where they read the generation from the counters, and torch's ops on the CPU leave them on the host. A step
+without an overflow writes none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, takewhile
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from scaler_triton.core import ranks
+from scaler_triton.core.gradients import DDP_SPEC, DTYPES, is_distributed, is_dtensor, local_tensor
+from scaler_triton.core.torch_ops import is_plain
+from scaler_triton.kernels.abi import GENERATIONS, INF, KIND_BITS, LAST_SKIP, NAN, SKIPPED
+from scaler_triton.text import count_of, error_line, one_line, ranges, rank_names, table
+
+if TYPE_CHECKING:
+    from scaler_triton.core.check import Ours
+    from scaler_triton.core.flag import Flags
+    from scaler_triton.core.plan import Batch, GradPlan, Layout
+    from scaler_triton.core.step import OptimizerStep
+    from scaler_triton.core.update import Counters
+
+_KINDS = NAN | INF
+_WORDS = {INF: "Inf", NAN | INF: "NaN and Inf", NAN: "NaN"}  # as tables list them: NaN often follows from Inf
+_UNNAMED = re.compile(r"optimizer \d+, parameter \d+")
+_MOST_ROWS, _MOST_MODULES = 20, 3
+# What FSDP1, activation checkpointing and torch.compile add to the names of wrapped modules.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_NO_NAMES = "model must be a module or what its named_parameters() gives"
+
+Model = nn.Module | Iterable[tuple[str, Tensor]] | None
+
+
+class Marks:
+    """The marks of one optimizer's gradients, kept as long as its parameters and their layouts."""
+
+    def __init__(self, plan: GradPlan, counters: Counters) -> None:
+        self.plan: GradPlan = weakref.proxy(plan)  # it holds this: a cycle would keep parameters until a collection
+        self.counters = counters
+        # Of the last step that was CARRIED: the generation of its check, and all that it was clipped with.
+        self._checked_at: Tensor | None = None
+        self.shared_by: Collection[Marks] = ()
+        # Of the last one that was skipped: the generation in which it went on, and that of its check.
+        self._cause: Tensor | None = None
+        self._on_host: dict[int, dict[int, int]] = {}  # by generation: the kinds found on the CPU, by parameter
+        self._unmarked: set[str] = set()  # gradients that kernels check without a mark, in words
+
+    def follow(self, layout: Layout, home: torch.device) -> None:
+        """Prepare a layout for a kernel that marks with the generation of the counters on `home`, the scale's device.
+
+        The layouts of sparse and Partial gradients are made anew in each step: marks would be lost with them.
+        """
+        device = layout.device
+        if device != home:  # kernels cannot read another GPU's memory
+            self._unmarked.add(f"gradients on {device}, where the scale is not")
+            return
+        if not any(layout is known for known in self.plan.layouts):
+            self._unmarked.add(f"sparse and Partial gradients on {device}")
+            return
+        layout.counters = counters = self.counters.on(home)
+        layout.generation = counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # the low words of int64
+        for each in layout.tables.values():
+            each.mark_with(layout.generation)
+
+    def mark_on_host(self, batch: Batch) -> None:
+        """Mark the gradients of a batch on the CPU that are not finite."""
+        generation = self.counters.read()[SKIPPED]
+        seen = self._on_host.setdefault(generation, {})
+        if len(self._on_host) > GENERATIONS:  # as many as kernels keep: that of the last skip, and later ones
+            del self._on_host[min(self._on_host)]
+        for position, tensor in zip(batch.layout.positions, batch.tensors, strict=True):
+            if tensor is not None:
+                kinds = (NAN if tensor.isnan().any() else 0) | (INF if tensor.isinf().any() else 0)
+                if kinds:
+                    seen[position] = seen.get(position, 0) | kinds
+
+    def carry(self, clipped: Sequence[OptimizerStep]) -> None:
+        """Record that a step, `clipped` with others, is going to be CARRIED over an update that comes now."""
+        self._checked_at = self._generation()
+        self.shared_by = weakref.WeakSet(step.plan.marks for step in clipped if step.plan is not None)
+
+    def resume(self, flags: Flags) -> None:
+        """Record that a CARRIED step goes on with these flags, which the updates since its check have counted, too."""
+        if self._checked_at is None:
+            return
+        now = self._generation()
+        new = torch.stack([now, self._checked_at.to(now.device)])
+        self._cause = torch.full_like(new, -1) if self._cause is None else self._cause.to(now.device)
+        for flag in flags.values():
+            self._cause = torch.where((flag != 0).reshape(()).to(now.device), new, self._cause)
+
+    def _generation(self) -> Tensor:
+        counters = self.counters.values
+        is_list = isinstance(counters, list)
+        return torch.tensor(counters[SKIPPED], device="cpu") if is_list else counters[SKIPPED].clone()
+
+    def cause(self, generation: int) -> int | None:
+        """Wait for the device, and return the generation of the check for which a carried step of this one skips."""
+        if self._cause is None:
+            return None
+        went_on_at, checked_at = self._cause.tolist()
+        return int(checked_at) if went_on_at == generation else None
+
+    def of(self, generations: Collection[int]) -> dict[int, int]:
+        """Wait for the device, and return the kinds of what was not finite in these generations, by parameter."""
+        kinds: dict[int, int] = {}
+        for generation in generations:
+            for position, found in self._on_host.get(generation, {}).items():
+                kinds[position] = kinds.get(position, 0) | found
+        for layout in self.plan.layouts:
+            for each in layout.tables.values():
+                for position, row in zip(layout.positions, each.bits.tolist(), strict=True):
+                    for mark in row:
+                        if mark & _KINDS and mark >> KIND_BITS in generations:
+                            kinds[position] = kinds.get(position, 0) | mark & _KINDS
+        return kinds
+
+    def not_covered(self) -> Iterator[str]:
+        """Describe the gradients that were checked without marks."""
+        for layout in self.plan.layouts:
+            device = layout.device
+            if "torch" in (layout.backend, layout.clips) and (device.type != "cpu" or not layout.key.plain):
+                yield f"gradients on {device} that torch's own op serves"
+        yield from self._unmarked
+
+    def forget(self) -> None:
+        """Clear all marks."""
+        self._on_host, self._cause = {}, None
+        for layout in self.plan.layouts:
+            for each in layout.tables.values():
+                each.bits.zero_()
+
+
+@dataclass(frozen=True)
+class BadGradient:
+    """A gradient, or a rank's shard of one, that was not finite.
+
+    Args:
+        name: the parameter's, fully qualified if a model is known.
+        kinds: "NaN", "Inf" or "NaN and Inf".
+        numel: elements that this rank holds.
+        rank: the one that held it, counted from 0.
+        is_shared: whether the parameter is a DTensor or one of FSDP1, or is unknown by now: then the gradient may be a
+            sum over ranks, which does not tell whose batch it was.
+    """
+
+    name: str
+    kinds: str
+    numel: int
+    rank: int
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
+class BadParameter:
+    """A parameter, or a rank's shard of one, that was not finite itself when the report was made.
+
+    Args:
+        name: as of a `BadGradient`.
+        kind: "NaN", else "Inf".
+        rank: the one that holds it, counted from 0.
+    """
+
+    name: str
+    kind: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A norm, of all ranks' gradients, for which a `StepGuard` skipped a step.
+
+    Args:
+        norm: the 2-norm.
+        limit: what it was compared with.
+    """
+
+    norm: float
+    limit: float
+
+    def __str__(self) -> str:
+        return f"spike: norm {self.norm:.3g}, limit {self.limit:.3g}"
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """What `overflow_report` found about the last skip.
+
+    Args:
+        update: the number of that update, counted from 1; None if none was skipped, or its update is still to come.
+        bad: the gradients, by rank, each rank's in the order of its parameters.
+        gathered: whether the report covers all ranks, not only this one of several.
+        not_covered: descriptions of gradients that leave no marks, and of ranks whose report failed.
+        pending: whether the update of the skip is still to come.
+        spikes: what a `StepGuard` skipped finite gradients for.
+        checked: how many gradients the optimizers with a bad one have, on the ranks with a bad one; 0: unknown.
+        ranks: how many ranks have reported.
+        bad_parameters: those that the optimizers hold and that are not finite now, by rank.
+    """
+
+    update: int | None
+    bad: tuple[BadGradient, ...]
+    gathered: bool
+    not_covered: tuple[str, ...] = ()
+    pending: bool = False
+    spikes: tuple[Spike, ...] = ()
+    checked: int = 0
+    ranks: int = 1
+    bad_parameters: tuple[BadParameter, ...] = ()
+
+    @property
+    def conclusion(self) -> str:
+        """One line that says what follows from the report, and no more than that; empty if nothing does."""
+        if self.bad_parameters:
+            names = [*dict.fromkeys(one_line(each.name) for each in self.bad_parameters)]
+            kinds = " or ".join(sorted({each.kind for each in self.bad_parameters}, reverse=True))
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            verb = "themselves hold" if more else "itself holds"
+            return f"{names[0]}{more} {verb} {kinds}: go back to a checkpoint."
+        return " ".join(filter(None, (self._what(), self._whose()))) if self.bad and self.checked else ""
+
+    def _what(self) -> str:
+        """Say which gradients are bad, if that tells something."""
+        kinds = {each.kinds for each in self.bad}
+        covered = " that are covered" if self.not_covered else ""
+        if self._are_all_bad():
+            where = f" of {rank_names(self._ranks_with_bad())}" if self.ranks > 1 or not self.gathered else ""
+            found = f"All {self.checked} gradients{covered}{where} are {' or '.join(_sorted_kinds(kinds))}"
+            if kinds == {_WORDS[NAN]}:
+                return f"{found}: so was the loss, or the first gradient that backward made from it."
+            return f"{found}: no single layer is at fault, backward overflowed where it began or everywhere."
+        if any(_UNNAMED.fullmatch(each.name) for each in self.bad):
+            return f"{len(self.bad)} of {self.checked} gradients{covered}: overflow_report(model) names them."
+        place = _place({one_line(each.name) for each in self.bad})
+        if not place:
+            return ""
+        only = "Only" if self.gathered else "On this rank only"
+        fault = "NaN" if kinds == {_WORDS[NAN]} else "overflow"
+        return f"{only} {place}{',' if covered else ''}{covered.replace(' that', ' of those that')}: {fault} there."
+
+    def _whose(self) -> str:
+        """Say whose batch it was, if that is known, or why it is not."""
+        if not self.gathered:
+            return ""
+        if self.ranks == 1:
+            is_nan = {each.kinds for each in self.bad} == {_WORDS[NAN]}
+            return "Look at the batch." if is_nan and self._are_all_bad() else ""
+        on = self._ranks_with_bad()
+        if len(on) == self.ranks:
+            return "On all ranks: if these are sums over ranks, it may have been the batch of any."
+        if any(each.is_shared for each in self.bad):
+            return f"Only on {rank_names(on)}, but these are sums over ranks: it may have been the batch of any."
+        if self.not_covered:
+            return ""
+        whose = "its batch, or what only it holds" if len(on) == 1 else "their batches, or what only they hold"
+        return f"Only {rank_names(on)}: look at {whose}."
+
+    def _are_all_bad(self) -> bool:
+        return len(self.bad) == self.checked > 1
+
+    def _ranks_with_bad(self) -> list[int]:
+        return sorted({each.rank for each in self.bad})
+
+    def __str__(self) -> str:
+        when = "The last skip" if self.update is None else f"The last skip, at update {self.update}"
+        known = [self.conclusion] if self.conclusion else []
+        if self.update is None and not self.pending:
+            lines = ["No step was skipped."]
+        elif self.spikes and not self.bad:
+            lines = [f"{when}: {', '.join(map(str, self.spikes))}.", *known]
+        elif not self.bad:
+            nobody = "any rank." if self.gathered else "this rank; ask with gather=True."
+            lines = [f"{when}: nothing known on {nobody}", *known]
+        else:
+            where = rank_names(self._ranks_with_bad())
+            where = where if self.gathered else f"{where}, the only one asked"
+            lines = [f"{when}: {count_of(len(self.bad), 'bad gradient')} on {where}.", *known, *self._table()]
+            lines += [f"Another optimizer: {spike}." for spike in self.spikes]
+        return "\n".join([*lines, *(f"Not covered: {text}." for text in self.not_covered)])
+
+    def _table(self) -> list[str]:
+        """Return the table's lines: one for what several ranks hold alike, by kind, and a count of the rest."""
+        held_by: dict[tuple[str, str, int], list[int]] = {}
+        for each in self.bad:
+            held_by.setdefault((each.kinds, one_line(each.name), each.numel), []).append(each.rank)
+        found = [key for kind in _sorted_kinds({key[0] for key in held_by}) for key in held_by if key[0] == kind]
+        rows = [(ranges(held_by[key]), key[1], key[0], str(key[2])) for key in found[:_MOST_ROWS]]
+        lines = table([("rank", "parameter", "holds", "numel"), *rows], "><<>")
+        rest = Counter({kind: 0 for kind, *_ in found})
+        for key in found[_MOST_ROWS:]:
+            rest[key[0]] += len(held_by[key])
+        kinds = ", ".join(f"{count} {kind}" for kind, count in rest.items() if count)
+        return [*lines, f"... and {rest.total()} more: {kinds}."] if kinds else lines
+
+
+def _sorted_kinds(kinds: Collection[str]) -> list[str]:
+    """Return kinds in the order of tables."""
+    order = [*_WORDS.values()]
+    return sorted(kinds, key=lambda kind: (order.index(kind) if kind in order else len(order), kind))
+
+
+def _place(names: Collection[str]) -> str:
+    """Return the smallest part of a model with these parameters, such as "layers.0-5"; empty if it has no name."""
+    paths = [name.split(".") for name in sorted(names)]
+    if len(paths) == 1:
+        return ".".join(paths[0])
+    above = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
+    below = sorted({path[len(above)] for path in paths if len(path) > len(above)})
+    if below and all(map(str.isdecimal, below)):
+        which = ranges(map(int, below))
+        return f"{'.'.join(above)}.{which}" if above else f"modules {which}"
+    if above:
+        return f"module {above[0]}" if len(above) == 1 and above[0].isdecimal() else ".".join(above)
+    return ", ".join(below) if len(below) <= _MOST_MODULES else ""
+
+
+def overflow_report(ours: Ours, model: Model, process_group: Any, home: torch.device, gather: bool) -> OverflowReport:
+    """Return this rank's report, or with `gather` that of all ranks, all of which must call this.
+
+    A rank whose own report raises joins the others first, and their reports contain the error.
+    """
+    group = ranks.gathering_group(process_group) if gather else None
+    rank = ranks.own_rank(process_group)
+    try:
+        report = _own_report(ours, model, rank)
+    except Exception as error:
+        if group is not None:
+            with suppress(TimeoutError):  # this rank came alone
+                _gather(OverflowReport(None, (), False, (f"rank {rank} raised {error_line(error)}",)), group, home)
+        raise
+    if group is not None:
+        report = _gather(report, group, home)
+    return replace(report, gathered=gather or not ranks.several_ranks())
+
+
+def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
+    steps, counters = ours.steps.all(), ours.counters.read()
+    # Whether the update that will skip a step is still to come.
+    pending = any(flag.item() for step in steps for flag in step["found_inf_per_device"].values())
+    update = None if pending else counters[LAST_SKIP] or None
+    generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1
+    names = names_by_id(_known_model(ours, model))
+    planned: list[Any] = [step for step in steps if step.plan is not None]
+
+    generations = {step.plan.marks: {generation} for step in planned}
+    for marks in [*generations]:
+        cause = marks.cause(generation)
+        if cause is not None:
+            generations[marks].update(range(cause, generation))
+            for other in marks.shared_by:
+                generations.get(other, set()).add(cause)
+    bad: list[BadGradient] = []
+    spikes: list[Spike] = []
+    bad_parameters: list[BadParameter] = []
+    checked = 0
+    for number, (step, those) in enumerate(zip(planned, generations.values(), strict=True)):
+        kinds = step.plan.marks.of(those)
+        held = _held_by(step)
+        named = [
+            names.get(id(held.get(index)), f"optimizer {number}, parameter {index}")
+            for index in range(len(step.plan.ids))
+        ]
+        for index in sorted(kinds):
+            parameter = held.get(index)
+            numel = 0 if parameter is None else local_tensor(parameter).numel()
+            is_shared = parameter is None or is_distributed(parameter)
+            bad.append(BadGradient(named[index], _WORDS[kinds[index]], numel, rank, is_shared))
+        if kinds:
+            checked += len({index for layout in step.plan.layouts for index in layout.positions} | kinds.keys())
+        if pending or update:
+            bad_parameters += [BadParameter(named[index], kind, rank) for index, kind in _not_finite(held).items()]
+        window = step.notes.get("window")
+        found = [] if window is None else map(window.spike, sorted(those))
+        spikes += [Spike(*each) for each in found if each is not None]
+    uncovered = {text for step in planned if pending or update for text in step.plan.marks.not_covered()}
+    return OverflowReport(
+        update, tuple(bad), False, tuple(sorted(uncovered)), pending, tuple(spikes), checked, 1, tuple(bad_parameters)
+    )
+
+
+def _known_model(ours: Ours, model: Model) -> Model:
+    """Return the given model, or the module that was given last: to a report, or else to a clip under FSDP1."""
+    if isinstance(model, nn.Module):
+        ours.model = weakref.ref(model)
+    if model is not None:
+        return model
+    plans = [step.plan for step in ours.steps.all() if step.plan is not None]
+    given = [ours.model, *(plan.replicas[0][1] for plan in plans if plan.replicas is not None)]
+    return next((found for each in given if each is not None and (found := each()) is not None), None)
+
+
+def _not_finite(held: Mapping[int, Tensor]) -> dict[int, str]:
+    """Wait for the device, and return which of these parameters are not finite, and what they hold."""
+    groups: dict[Any, dict[int, Tensor]] = {}
+    for index, parameter in held.items():
+        local = local_tensor(parameter.detach())
+        if is_plain(local) and local.dtype in DTYPES and local.numel() and not local.is_meta:
+            groups.setdefault((local.device, local.dtype), {})[index] = local
+    found: dict[int, str] = {}
+    for tensors in groups.values():
+        largest = torch.stack(torch._foreach_norm([*tensors.values()], math.inf)).tolist()
+        for index, number in zip(tensors, largest, strict=True):
+            if not math.isfinite(number):
+                found[index] = _WORDS[NAN if math.isnan(number) else INF]
+    return dict(sorted(found.items()))
+
+
+def _held_by(step: OptimizerStep) -> dict[int, Tensor]:
+    """Return the parameters of a step's plan that its optimizer still holds, by their numbers."""
+    owner = step.owner()
+    held = [each for group in owner.param_groups for each in group["params"]] if owner is not None else ()
+    ids = [] if step.plan is None else step.plan.ids
+    return {index: each for index, (each, known) in enumerate(zip(held, ids, strict=False)) if id(each) == known}
+
+
+def _gather(own: OverflowReport, group: Any, home: torch.device) -> OverflowReport:
+    """Return the report with the findings of every rank of `group`, all of which must call this."""
+    whole = asdict(own)
+    mine = json.dumps({name: whole[name] for name in ("bad", "bad_parameters", "not_covered", "checked")}).encode()
+    every = [json.loads(data) for data in ranks.gather_bytes("overflow_report(gather=True)", mine, group, home)]
+    return replace(
+        own,
+        bad=tuple(BadGradient(**each) for one in every for each in one["bad"]),
+        bad_parameters=tuple(BadParameter(**each) for one in every for each in one["bad_parameters"]),
+        not_covered=tuple(sorted({text for one in every for text in one["not_covered"]})),
+        checked=sum(one["checked"] for one in every),
+        ranks=len(every),
+    )
+
+
+def names_by_id(model: Model) -> dict[int, str]:
+    """Return parameters' names by their ids, without the parts that wrappers add; TypeError if `model` is no Model."""
+    named = named_parameters(model) if isinstance(model, nn.Module) else () if model is None else model
+    if not isinstance(named, Iterable):
+        raise TypeError(f"{_NO_NAMES}, got {type(named).__name__}")
+    names = {}
+    for pair in named:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+            raise TypeError(f"{_NO_NAMES}, got {type(pair).__name__} for a name and a tensor")
+        name, parameter = pair
+        if not isinstance(name, str):  # such as a number from `enumerate`
+            raise TypeError(f"{_NO_NAMES}, got {type(name).__name__} for a name")
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        names[id(parameter)] = name
+    return names
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's parameters by name: those that optimizers hold, also while modules hold others.
+
+    From forward until the end of backward, FSDP2's modules may hold unsharded parameters instead; from the first
+    forward on, those of DDP over tensor parallel hold DTensors over its parameters' memory.
+    """
+    shards = _fsdp2_shards(model) if "torch.distributed.fsdp" in sys.modules else {}
+    for name, parameter in model.named_parameters():
+        yield name, shards.get(id(parameter), parameter)
+    by_ddp = [each for module in model.modules() for each in getattr(module, "_module_parameters", ())]
+    at = {each.data_ptr(): each for each in by_ddp if hasattr(each, DDP_SPEC)}
+    for path, module in model.named_modules() if at else ():
+        for name, held in vars(module).items():
+            if is_dtensor(held) and local_tensor(held).data_ptr() in at:
+                yield f"{path}.{name}", at[local_tensor(held).data_ptr()]
+
+
+def _fsdp2_shards(model: nn.Module) -> dict[int, Tensor]:
+    """Return FSDP2's sharded parameters by the ids of the modules' current ones; empty if this torch lacks the API."""
+    try:
+        from torch.distributed._composable_state import _get_module_state
+
+        shards: dict[int, Tensor] = {}
+        for module in model.modules():
+            state: Any = _get_module_state(module)
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            for param in chain.from_iterable(group.fsdp_params for group in groups if group is not None):
+                place = param._module_info
+                shards[id(getattr(place.module, place.param_name))] = param.sharded_param
+        return shards
+    except (ImportError, AttributeError):
+        return {}

@@ -1,0 +1,62 @@
+"""Steps that are skipped one after another: a warning, once a streak, for runs that have no `max_consecutive_skips`.
+
+The host knows of a plain optimizer's skip, and counts them by optimizer. A fused one skips on the device: now and then
+its step looks at the counters of all updates that the look before has copied to the host, so that it waits for nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from scaler_triton.core.dispatch import is_captured, stacklevel, sync_allowed
+from scaler_triton.kernels.abi import STREAK, UPDATES
+
+if TYPE_CHECKING:
+    from scaler_triton.core.step import OptimizerStep
+    from scaler_triton.grad_scaler import GradScaler
+
+TOO_MANY = 50  # skips in a row: as many as take torch's first scale below 2^-33
+LOOKS = 63  # a fused optimizer's step looks if the number of those before it ends in these bits
+
+
+def skipped(scaler: GradScaler, step: OptimizerStep) -> float | None:
+    """Count a skip that is known on the host, warn if it is one too many, and return what `step` returns then."""
+    at, count = step.notes.get("skips", (None, 0))
+    count = count + 1 if at == step.steps_taken else 1
+    step.notes["skips"] = step.steps_taken + 1, count
+    if count == TOO_MANY:
+        _warn(scaler, f"{count} steps of {type(step.owner()).__name__} in a row were skipped")
+    return None
+
+
+def look(scaler: GradScaler) -> None:
+    """Warn, once a streak, if too many updates in a row were skipped as far as the host knows; never wait before it."""
+    ours = scaler._ours
+    if is_captured(scaler._scale):
+        return
+    seen = ours.counters.newest()
+    began = seen[UPDATES] - seen[STREAK]
+    if seen[STREAK] >= TOO_MANY and began != ours.warned_of:
+        ours.warned_of = began
+        _warn(scaler, f"{seen[STREAK]} updates in a row were skipped, the last one update {seen[UPDATES]}")
+
+
+def forget(scaler: GradScaler) -> None:
+    """Begin to count anew, as after a checkpoint was loaded."""
+    scaler._ours.warned_of = None
+    for step in scaler._ours.steps.all():
+        step.notes.pop("skips", None)
+
+
+def _warn(scaler: GradScaler, what: str) -> None:
+    limit, known = scaler._ours.limits.max_consecutive_skips, ""
+    with suppress(Exception), sync_allowed(scaler._scale.device):  # the warning is more important than its details
+        if scaler._ours.guard is None:
+            known = f"; the scale is {scaler.get_scale()}"
+        report = scaler.overflow_report()  # this rank's only: not all ranks may get here
+        known += f". {report.conclusion or str(report).splitlines()[0]}"
+    advice = "a number ends such a run with SkipStreakError" if limit is None else "then SkipStreakError ends the run"
+    text = f"{what}{known or '.'} max_consecutive_skips is {limit}: {advice}."
+    warnings.warn(text, stacklevel=stacklevel())
