@@ -17,7 +17,7 @@ ROWS = 32
 SQUARES, OVERFLOWS, FAILURES, SCALES, INVERSES = range(5)
 TOTALS = 5
 
-# What a pass that measures leaves, fp64: the largest finite |g|, and how many elements were 0, an fp16 subnormal
+# What measuring leaves, fp64: the largest finite |g|, and how many elements were 0, an fp16 subnormal
 # (0 < |g| < 2^-14), and seen at all; of gradients as they are, which is scaled.
 LARGEST, ZEROS, SUBNORMAL, SEEN = range(4)
 MEASURED = 4

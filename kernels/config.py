@@ -74,9 +74,6 @@ class LaunchConfig:
 
 
 DEFAULT = LaunchConfig()
-# Passes that measure get half of the default's warps, because they add up more numbers. On an H100 this takes up to 61
-# registers a lane, where LaunchConfig(unroll=1) takes 40, and every pass is quicker.
-MEASURING = LaunchConfig(num_warps=4)
 
 # What `tune` tries. tests/nightly/simulator/test_aot.py checks that none of them spills registers.
 CANDIDATES = tuple(
@@ -94,7 +91,7 @@ def config_for(device: torch.device, mode: str, itemsize: int, numels: Sequence[
 
     Args:
         device: where the gradients lie, with its index; anything but a GPU gets the default.
-        mode: one of MODES.
+        mode: one of MODES, or "measure", which is not tuned and gets the default.
         itemsize: bytes of an element: 2, 4 or 8.
         numels: the elements of each tensor.
     """

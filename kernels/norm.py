@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaler_triton.kernels import abi, measure
+from scaler_triton.kernels import abi
 from scaler_triton.kernels.chunks import find_body, find_edges, load_body, mark, read_table, widen
 from scaler_triton.kernels.launch import Launch
 from scaler_triton.kernels.table import PARTIALS_BLOCK, GradTable
@@ -25,16 +25,13 @@ _LOWER = tl.constexpr(2.0**-80)
 _FINISH_WARPS = 16
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr", "generation_ptr", "measured_ptr"]
-)
+@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "weight_ptr", "partial_ptr", "generation_ptr"])
 def _sum_squares_kernel(
     numel_ptr,
     chunk_tensor_ptr,
     chunk_index_ptr,
     bits_ptr,
     generation_ptr,
-    measured_ptr,
     weight_ptr,
     partial_ptr,
     address_ptr,
@@ -42,62 +39,39 @@ def _sum_squares_kernel(
     DTYPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UNROLL: tl.constexpr,
-    MEASURE: tl.constexpr,
 ):
     tensor, index, address, n_elements = read_table(numel_ptr, chunk_tensor_ptr, chunk_index_ptr, address_ptr)
     total = tl.zeros((), tl.float64)
     if address != 0:
-        total = _sum_squares(measured_ptr, address, n_elements, index, 1.0, DTYPE, BLOCK_SIZE, UNROLL, MEASURE)
+        total = _sum_squares(address, n_elements, index, 1.0, DTYPE, BLOCK_SIZE, UNROLL)
         if DTYPE.is_bf16() or DTYPE.is_fp32():  # fp32 holds every square of fp16, and their sum
             low = total < _LOW_SUM
             if low | (total - total != 0):  # fp32 may have underflowed or overflowed
                 lift = tl.where(low, _RAISE, _LOWER)
-                total = _sum_squares(measured_ptr, address, n_elements, index, lift, DTYPE, BLOCK_SIZE, UNROLL, False)
+                total = _sum_squares(address, n_elements, index, lift, DTYPE, BLOCK_SIZE, UNROLL)
                 total *= tl.where(low, _RAISE**-2, _LOWER**-2).to(tl.float64)
         if total - total != 0:
             kinds = mark(bits_ptr, tensor, generation_ptr, address, n_elements, index, DTYPE, BLOCK_SIZE, UNROLL)
             if kinds != 0:  # else only squares of finite fp64 elements overflowed
                 tl.store(found_inf_ptr, 1.0)
         total *= tl.load(weight_ptr + tensor)
-    elif MEASURE:
-        measure.store_nothing(measured_ptr)
     tl.store(partial_ptr + tl.program_id(0), total)
 
 
 @triton.jit
-def _sum_squares(
-    measured_ptr,
-    address,
-    n_elements,
-    index,
-    lift,
-    DTYPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    UNROLL: tl.constexpr,
-    MEASURE: tl.constexpr,
-):
+def _sum_squares(address, n_elements, index, lift, DTYPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNROLL: tl.constexpr):
     """The sum of (x * lift)^2 over the chunk in fp64; each square, and the sum of UNROLL of them, in fp32."""
     body_ptr, limit, has_edges = find_body(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
     grads = load_body(body_ptr, limit, BLOCK_SIZE, UNROLL)
     acc = tl.zeros([BLOCK_SIZE], tl.float64 if DTYPE.is_fp64() else tl.float32)
-    if MEASURE:
-        largest, counts = measure.start(BLOCK_SIZE, DTYPE)
     for step in tl.static_range(UNROLL):
         x = widen(grads[step]) * lift
         acc += x * x
-        if MEASURE:
-            largest, counts = measure.add(x, largest, counts)
     total = tl.sum(acc.to(tl.float64))
-    if MEASURE:
-        top, zeros, subnormal, seen = measure.sum_up(largest, counts, limit, BLOCK_SIZE * UNROLL)
     if has_edges:
         edge_ptrs, edge_mask = find_edges(address, n_elements, DTYPE)
         edge = widen(tl.load(edge_ptrs, mask=edge_mask, other=0.0)) * lift
         total += tl.sum((edge * edge).to(tl.float64))
-        if MEASURE:
-            top, zeros, subnormal, seen = measure.add_edges(edge, edge_mask, top, zeros, subnormal, seen)
-    if MEASURE:
-        measure.store(measured_ptr, top, zeros, subnormal, seen)
     return total
 
 
@@ -119,9 +93,7 @@ def _finish_kernel(partial_ptr, scale_ptr, found_inf_ptr, totals_ptr, n_partials
     tl.store(totals_ptr + _INVERSES, 1.0 / scale.to(tl.float64))
 
 
-def launch_sum_of_squares(
-    table: GradTable, scale: Tensor, found_inf: Tensor, totals: Tensor, *, measures: bool = False
-) -> None:
+def launch_sum_of_squares(table: GradTable, scale: Tensor, found_inf: Tensor, totals: Tensor) -> None:
     """Sum the squares of the gradients as if they were unscaled, and flag what is not finite in them.
 
         found_inf = 1 if any gradient has a NaN or an Inf else found_inf
@@ -136,15 +108,12 @@ def launch_sum_of_squares(
         scale: fp32, one element, on the table's device, read only.
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
         totals: fp64, [5], on the table's device, overwritten; the sum of squares is 0 if there are no elements.
-        measures: write the table's `measured`.
     """
     if table.n_chunks:
-        key = "norm", measures
-        launch = table.launches.get(key)
+        launch = table.launches.get("norm")
         if launch is None:
-            marks = table.bits, table.generation, table.measured if measures else table.generation
-            fixed = *marks, table.weights, table.partials
-            launch = table.add_launch(key, _sum_squares_kernel, *fixed, MEASURE=measures)
+            fixed = table.bits, table.generation, table.weights, table.partials
+            launch = table.add_launch("norm", _sum_squares_kernel, *fixed)
         launch(table.n_chunks, table.addresses, found_inf)
     finish = table.launches.get("finish")
     if finish is None:

@@ -1,7 +1,6 @@
 """GradTable: the addresses of many tensors and a map of their chunks, so that one launch processes all of them."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -126,13 +125,6 @@ class GradTable:
         while len(self._spare) < SPARE:
             buffer = torch.zeros(self.n_tensors, dtype=torch.int64, device="cpu")
             self._spare.append((torch.zeros_like(buffer, device=self.device), _pinned(buffer, self.device)))
-
-    @cached_property
-    @torch.inference_mode(False)
-    def measured(self) -> Tensor:
-        """What a pass measures, four numbers a chunk (see `abi`): fp64, on the device."""
-        launch.refuse_first_in_capture(self.device)
-        return torch.zeros(self.n_chunks * abi.MEASURED, dtype=torch.float64, device=self.device)
 
     def set_weights(self, weights: list[float] | None) -> None:
         """Set the weights, one per tensor or None for 1; nothing is copied if they are the same."""

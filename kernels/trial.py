@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.clip import launch_clip
-from scaler_triton.kernels.measure import launch_add_measured
+from scaler_triton.kernels.measure import launch_measure
 from scaler_triton.kernels.norm import launch_sum_of_squares
 from scaler_triton.kernels.spike import launch_judge
 from scaler_triton.kernels.table import GradTable
@@ -39,17 +39,12 @@ def clipping(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def measuring(device: torch.device, dtype: torch.dtype) -> None:
-    """Try the kernels that measure."""
+    """Try the kernel that measures."""
     grads = torch.full((20,), 2.0**-15, dtype=dtype, device=device)
     grads[3], grads[7] = 0.0, 8.0
-    table, (scale, found_inf) = _table_of(grads), _numbers(device, 2.0, 0.0)
-    totals, measured = torch.zeros(2, abi.MEASURED_ROW, dtype=torch.float64, device=device).unbind()
-    launch_sum_of_squares(table, scale, found_inf, totals, measures=True)
-    launch_add_measured(table, measured)
-    table.measured.zero_()
-    launch_check(table, found_inf, measures=True)
-    launch_add_measured(table, measured)
-    _require(measured.tolist(), [8.0, 2.0, 36.0, 40.0, 0.0], device)
+    measured = torch.zeros(abi.MEASURED_ROW, dtype=torch.float64, device=device)
+    launch_measure(_table_of(grads), measured)
+    _require(measured.tolist(), [8.0, 1.0, 18.0, 20.0, 0.0], device)
 
 
 def guarding(device: torch.device, dtype: torch.dtype) -> None:

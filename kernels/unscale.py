@@ -10,20 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scaler_triton.kernels import measure
 from scaler_triton.kernels.chunks import find_body, find_edges, load_body, mark, narrow, read_table, widen
 from scaler_triton.kernels.launch import Launch
 from scaler_triton.kernels.table import GradTable
 
 
-@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "scale_ptr", "generation_ptr", "measured_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["found_inf_ptr", "scale_ptr", "generation_ptr"])
 def _unscale_kernel(
     numel_ptr,
     chunk_tensor_ptr,
     chunk_index_ptr,
     bits_ptr,
     generation_ptr,
-    measured_ptr,
     address_ptr,
     found_inf_ptr,
     scale_ptr,
@@ -32,7 +30,6 @@ def _unscale_kernel(
     UNROLL: tl.constexpr,
     WRITE: tl.constexpr,
     INVERSE: tl.constexpr,
-    MEASURE: tl.constexpr,
 ):
     # Unless the factor is 0 or beyond 1, a product is NaN, Inf or finite just as its gradient: the chunk may be read
     # for marks after the stores, or between them; for other factors before.
@@ -52,20 +49,14 @@ def _unscale_kernel(
         body_ptr, limit, has_edges = find_body(address, n_elements, index, DTYPE, BLOCK_SIZE * UNROLL)
         grads = load_body(body_ptr, limit, BLOCK_SIZE, UNROLL)
         acc = tl.zeros([BLOCK_SIZE], tl.float64 if DTYPE.is_fp64() else tl.float32)
-        if MEASURE:
-            largest, counts = measure.start(BLOCK_SIZE, DTYPE)
         for step in tl.static_range(UNROLL):
             x = widen(grads[step])
             acc += x * 0.0  # Inf * 0 is NaN, and NaN stays
-            if MEASURE:
-                largest, counts = measure.add(x, largest, counts)
             if WRITE:
                 offs = step * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
                 # A product with 1 need not be stored: then all lanes are masked.
                 tl.store(body_ptr + offs, narrow(x * inv, DTYPE), mask=offs < tl.where(inv == 1.0, 0, limit))
         bad = tl.sum(acc)
-        if MEASURE:
-            top, zeros, subnormal, seen = measure.sum_up(largest, counts, limit, BLOCK_SIZE * UNROLL)
 
         if has_edges:
             edge_ptrs, edge_mask = find_edges(address, n_elements, DTYPE)
@@ -75,22 +66,14 @@ def _unscale_kernel(
                 if inv != 1.0:
                     tl.store(edge_ptrs, narrow(edge * inv, DTYPE), mask=edge_mask)
             bad += tl.sum(edge * 0.0)
-            if MEASURE:
-                top, zeros, subnormal, seen = measure.add_edges(edge, edge_mask, top, zeros, subnormal, seen)
 
-        if MEASURE:
-            measure.store(measured_ptr, top, zeros, subnormal, seen)
         if bad != bad:
             tl.store(found_inf_ptr, 1.0)  # all who store here store the same: no atomic
             if keeps_kinds:
                 mark(bits_ptr, tensor, generation_ptr, address, n_elements, index, DTYPE, BLOCK_SIZE, UNROLL)
-    elif MEASURE:
-        measure.store_nothing(measured_ptr)
 
 
-def launch_unscale(
-    table: GradTable, scale: Tensor, found_inf: Tensor, *, inverse: bool, measures: bool = False
-) -> None:
+def launch_unscale(table: GradTable, scale: Tensor, found_inf: Tensor, *, inverse: bool) -> None:
     """Multiply every gradient of `table` by the inverse scale, and flag what was not finite before.
 
         inv = scale if inverse else 1 / scale
@@ -102,22 +85,19 @@ def launch_unscale(
         scale: the scale or its inverse, fp32, one element, on the table's device, read only.
         found_inf: fp32, one element, on the table's device; set to 1.0 or left as it is.
         inverse: `scale` holds the inverse scale.
-        measures: write the table's `measured`, of gradients as they were.
     """
     if table.n_chunks:
-        key = "unscale", inverse, measures
-        launch = table.launches.get(key) or _add_launch(table, key, WRITE=True, INVERSE=inverse, MEASURE=measures)
+        key = "unscale", inverse
+        launch = table.launches.get(key) or _add_launch(table, key, WRITE=True, INVERSE=inverse)
         launch(table.n_chunks, table.addresses, found_inf, scale)
 
 
-def launch_check(table: GradTable, found_inf: Tensor, *, measures: bool = False) -> None:
+def launch_check(table: GradTable, found_inf: Tensor) -> None:
     """Flag what is not finite in the gradients of `table`, which are read only; arguments as of `launch_unscale`."""
     if table.n_chunks:
-        key = "check", measures
-        launch = table.launches.get(key) or _add_launch(table, key, WRITE=False, INVERSE=False, MEASURE=measures)
+        launch = table.launches.get("check") or _add_launch(table, "check", WRITE=False, INVERSE=False)
         launch(table.n_chunks, table.addresses, found_inf, found_inf)  # it reads no scale
 
 
 def _add_launch(table: GradTable, key: Hashable, **constants: bool) -> Launch:
-    measured = table.measured if constants["MEASURE"] else table.generation
-    return table.add_launch(key, _unscale_kernel, table.bits, table.generation, measured, **constants)
+    return table.add_launch(key, _unscale_kernel, table.bits, table.generation, **constants)

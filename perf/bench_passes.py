@@ -1,4 +1,4 @@
-"""How near do the passes over gradients, unscale, check, norm and clip, come to a copy?
+"""How near do the passes over gradients, unscale, check, norm, clip and measure, come to a copy?
 
 On a GPU each kernel alone, the device's time from a cold cache; on the CPU the public ops, on one thread. A copy reads
 and writes all bytes once, as unscaling does; a check only reads, as the sum of one flat buffer does ("read").
@@ -16,6 +16,7 @@ from perf.measure import Context, DeviceClock, Subject, host_clock, require
 from perf.rows import Place, Row
 from perf.subjects import DTYPES, Gradients, bits, lists
 from scaler_triton import ops
+from scaler_triton.core import torch_ops
 
 FACTOR = 1 / 3  # no power of 2: products are rounded
 OPS = "public ops, host"
@@ -40,15 +41,12 @@ def measure_list(context: Context, case: str, gradients: Gradients, part: str = 
     by_kernels = context.device == "cuda" and part != OPS
     ours, torchs = (kernels if by_kernels else public_ops)(gradients, flag), torch_passes(gradients)
     clock = DeviceClock() if by_kernels else host_clock
-    measuring = measuring_kernels(gradients, flag) if by_kernels else {}
     require_right(case, gradients, ours, flag)
-    if measuring:
-        require_right(f"{case}, measuring", gradients, measuring, flag)
     source = torch.zeros(-(-gradients.values.nbytes // 4), device=context.device)
     others = {"copy": partial(torch.empty_like(source).copy_, source), "read": source.sum}
     for metric, run in ours.items():
-        other = "read" if metric in ("check", "norm") else "copy"
-        runs = {"torch": torchs.get(metric), "ours": run, "measuring": measuring.get(metric), other: others[other]}
+        other = "read" if metric in ("check", "norm", "measure") else "copy"
+        runs = {"torch": torchs.get(metric), "ours": run, other: others[other]}
         subjects = {who: Subject(each, gradients.restore) for who, each in runs.items() if each is not None}
         yield from Place("passes", part, case).times(metric, context.interleaved(subjects, 0.5, clock))
 
@@ -65,45 +63,23 @@ def public_ops(gradients: Gradients, flag: Tensor) -> Passes:
 
 def kernels(gradients: Gradients, flag: Tensor) -> Passes:
     """Return our kernels by the pass that they make; they set the flag."""
-    from scaler_triton.kernels import abi, clip, config, norm, table, unscale
+    from scaler_triton.kernels import abi, clip, config, measure, norm, table, unscale
 
     device, grads = gradients.values.device, gradients.locals
     inverse, numels, tables = torch.full((), FACTOR, device=device), [grad.numel() for grad in grads], {}
-    for mode in config.MODES:
+    for mode in (*config.MODES, "measure"):
         shape = config.config_for(device, mode, grads[0].itemsize, numels)
         tables[mode] = table.GradTable(numels, grads[0].dtype, device, shape)
         tables[mode].set_addresses(tuple(grad.data_ptr() for grad in grads))
     totals = torch.zeros(abi.TOTALS, dtype=torch.float64, device=device)
     scale, length = torch.tensor([3.0, 0.0], device=device).unbind()
+    measured = torch.zeros(abi.MEASURED, dtype=torch.float64, device=device)
     return {
         "unscale": lambda: unscale.launch_unscale(tables["unscale"], inverse, flag, inverse=True),
         "check": lambda: unscale.launch_check(tables["check"], flag),
         "norm": lambda: norm.launch_sum_of_squares(tables["norm"], scale, flag, totals),
         "clip": lambda: clip.launch_clip(tables["clip"], scale, totals, 1.0, length),
-    }
-
-
-def measuring_kernels(gradients: Gradients, flag: Tensor) -> Passes:
-    """Return the passes that measure, each with the launch that adds up what it has found."""
-    from scaler_triton.kernels import abi, config, measure, norm, table, unscale
-
-    device, grads = gradients.values.device, gradients.locals
-    held = table.GradTable([grad.numel() for grad in grads], grads[0].dtype, device, config.MEASURING)
-    held.set_addresses(tuple(grad.data_ptr() for grad in grads))
-    inverse, total = (torch.full(shape, FACTOR, device=device) for shape in ((), (abi.MEASURED_ROW,)))
-    totals, total = torch.zeros(abi.TOTALS, dtype=torch.float64, device=device), total.double()
-
-    def then_add(launch: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            launch()
-            measure.launch_add_measured(held, total)
-
-        return run
-
-    return {
-        "unscale": then_add(lambda: unscale.launch_unscale(held, inverse, flag, inverse=True, measures=True)),
-        "check": then_add(lambda: unscale.launch_check(held, flag, measures=True)),
-        "norm": then_add(lambda: norm.launch_sum_of_squares(held, inverse, flag, totals, measures=True)),
+        "measure": lambda: measure.launch_measure(tables["measure"], measured) or measured,
     }
 
 
@@ -145,3 +121,8 @@ def require_right(case: str, gradients: Gradients, passes: Passes, flag: Tensor)
         passes["clip"]()
         left = torch.linalg.vector_norm(torch.cat(gradients.locals), dtype=torch.float64).item()
         require(abs(left - 1.0) < 0.01, f"{case}: clip leaves a norm of {left}")
+    if "measure" in passes:  # its row is still cleared
+        gradients.restore()
+        found = passes["measure"]()
+        torch_ops.measure(gradients.locals, want := torch.zeros_like(found))
+        require(torch.equal(found, want), f"{case}: measured is {found.tolist()}, not {want.tolist()}")

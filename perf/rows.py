@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).parents[1]
-RATIOS = (("ours", "torch"), ("copy", "ours"), ("copy", "torch"), ("read", "ours"), ("measuring", "ours"))
+RATIOS = (("ours", "torch"), ("copy", "ours"), ("copy", "torch"), ("read", "ours"))
 
 
 class Place(NamedTuple):
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One number, of "none", "torch", "ours", "measuring", "copy" or "read", or a ratio such as "ours / torch"."""
+    """One number, of "none", "torch", "ours", "copy" or "read", or a ratio such as "ours / torch"."""
 
     question: str
     part: str

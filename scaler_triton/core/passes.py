@@ -1,9 +1,9 @@
-"""The passes over a plan's batches: check, unscale, norm, clip. Each is a kernel or an op of torch's.
+"""The passes over a plan's batches: measure, check, unscale, norm, clip. Each is a kernel or an op of torch's.
 
-check:   found_inf = any gradient is NaN or Inf                       reads every gradient
+measure: [largest, zeros, subnormals, elements], see `headroom.py`    reads every gradient, where it is asked for
+check:   found_inf = any gradient is NaN or Inf                       reads
 unscale: that, and g *= 1 / scale                                     reads and writes
 norm:    that of check, and totals = [sum of squares, ...]            reads
-         Each of these three may also measure the gradients as they are: see `headroom.py`.
 clip:    g *= 1 / scale; g *= coef(totals)                            reads and writes
 """
 
@@ -20,7 +20,7 @@ from scaler_triton.core.dispatch import kernels
 from scaler_triton.core.flag import Flag, Flags, fp32_on
 from scaler_triton.core.plan import Batch, GradPlan, Layout
 from scaler_triton.kernels.abi import OVERFLOWS, TOTALS
-from scaler_triton.kernels.config import MEASURING, config_for
+from scaler_triton.kernels.config import config_for
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
@@ -38,6 +38,7 @@ def check(
 ) -> tuple[Flags, list[Tensor]]:
     """Check every gradient in one pass, which may also divide all but Partial ones by the scale, or give the norm.
 
+    A flag that measures has all but Partial ones measured before that, as they are.
     Afterwards `plan.written` says whether an error came after a write, `plan.marks` which gradients were not finite.
 
     Args:
@@ -57,20 +58,17 @@ def check(
         found_inf = flags.get(device)
         if found_inf is None:
             found_inf = flags[device] = flag.found_inf if at_home else torch.zeros_like(flag.found_inf, device=device)
-        measured = None if batch.is_partial else flag.measured
-        if not (measured is None or at_home):
-            measured = torch_ops.wide_on(device, torch.zeros_like(measured))
         to_be_marked = on_torch and layout.marked_on_host
         if not on_torch and layout.counters is not plan.marks.counters.values:
             plan.marks.follow(layout, flag.device)
-        if on_torch and measured is not None:
-            torch_ops.measure(batch.present, measured)
+        if flag.measured is not None and not batch.is_partial:
+            measure_batch(batch, flag.measured)
         if weights is not None:
             here = fp32_on(device, scale)
-            total = norm_batch(batch, here, found_inf, weights[len(totals)], measures=measured is not None)
+            total = norm_batch(batch, here, found_inf, weights[len(totals)])
             totals.append(torch_ops.wide_on(flag.device, total))
         elif not divide or batch.is_partial:
-            check_batch(batch, found_inf, measures=measured is not None)
+            check_batch(batch, found_inf)
         else:
             here = scale if at_home and (on_torch or scale.dtype is torch.float32) else fp32_on(device, scale)
             if on_torch and not inverse:
@@ -85,51 +83,59 @@ def check(
             if on_torch:
                 torch_ops.unscale_(batch.present, here, found_inf)
             else:
-                unscale_batch_(batch, here, found_inf, inverse=inverse, measures=measured is not None)
-        if measured is not None:
-            if not on_torch:
-                kernels().measure.launch_add_measured(layout.tables["measure"], measured)
-            if not at_home:
-                torch_ops.combine_(flag.measured, torch_ops.wide_on(flag.device, measured))
+                unscale_batch_(batch, here, found_inf, inverse=inverse)
         if to_be_marked and (flag.is_set() if at_home else found_inf.item()):
             plan.marks.mark_on_host(batch)
     return flags, totals
 
 
-def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: bool, measures: bool = False) -> None:
+def measure_batch(batch: Batch, measured: Tensor) -> None:
+    """Add the largest finite gradient, zeros, fp16 subnormals and elements of a batch to `measured`.
+
+    Args:
+        batch: read only; its backend is chosen.
+        measured: as `torch_ops.measure` takes it, but on any device; mutated.
+    """
+    layout = batch.layout
+    at_home = layout.device == measured.device
+    here = measured if at_home else torch_ops.wide_on(layout.device, torch.zeros_like(measured))
+    if layout.backend == "torch":
+        torch_ops.measure(batch.present, here)
+    else:
+        kernels().measure.launch_measure(_filled(batch, "measure"), here)
+    if not at_home:
+        torch_ops.combine_(measured, torch_ops.wide_on(measured.device, here))
+
+
+def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: bool) -> None:
     """Multiply a batch by 1 / scale, and set `found_inf` to 1 if a gradient was not finite before.
 
     Args:
         batch: written; its backend is chosen.
         scale, found_inf: fp32, one element, the batch's device; with `inverse` the scale is 1 / scale.
-        measures: a kernel measures the batch, before the product, into its table.
     """
     if batch.layout.backend == "torch":
         torch_ops.unscale_(batch.present, scale if inverse else torch_ops.inverse(scale), found_inf)
         return
-    table = _filled(batch, "measure" if measures else "unscale")
-    kernels().unscale.launch_unscale(table, scale, found_inf, inverse=inverse, measures=measures)
+    kernels().unscale.launch_unscale(_filled(batch, "unscale"), scale, found_inf, inverse=inverse)
 
 
-def check_batch(batch: Batch, found_inf: Tensor, *, measures: bool = False) -> None:
+def check_batch(batch: Batch, found_inf: Tensor) -> None:
     """Set `found_inf` to 1 if a gradient is not finite; the batch is read only. Arguments as of `unscale_batch_`."""
     if batch.layout.backend == "torch":
         torch_ops.check(batch.present, found_inf)
         return
-    table = _filled(batch, "measure" if measures else "check")
-    kernels().unscale.launch_check(table, found_inf, measures=measures)
+    kernels().unscale.launch_check(_filled(batch, "check"), found_inf)
 
 
-def norm_batch(
-    batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[float] | None, *, measures: bool = False
-) -> Tensor:
+def norm_batch(batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[float] | None) -> Tensor:
     """Check a batch, and return the weighted sum of its squares as if it were unscaled; the batch is read only.
 
         squares = sum(w * (grad.double() * inv_scale).square().sum() for grad, w in zip(batch.tensors, weights))
         totals = [squares, found_inf, 0, scale, 1 / scale]    # in the order of `kernels.abi`; may be summed
 
     Args:
-        scale, found_inf, measures: as `unscale_batch_` takes them.
+        scale, found_inf: as `unscale_batch_` takes them.
         weights: for each slot of the layout 1 / the number of ranks that hold the gradient; None: 1 for all.
 
     Returns: totals, fp64 [TOTALS], on the batch's device; fp32 if that has no fp64.
@@ -147,10 +153,10 @@ def norm_batch(
             squares = torch_ops.sum_of_squares_in_fp32(batch.present, inv_scale, found_inf, weights)
         failures = torch.zeros_like(squares)
         return torch.stack([squares, found_inf.to(wide).reshape(()), failures, factor, factor.reciprocal()])
-    table = _filled(batch, "measure" if measures else "norm")
+    table = _filled(batch, "norm")
     table.set_weights(weights)
     totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.device)
-    kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals, measures=measures)
+    kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals)
     return totals
 
 
@@ -200,8 +206,7 @@ def _filled(batch: Batch, mode: str) -> GradTable:
 def _new_table(layout: Layout, mode: str) -> GradTable:
     """Return a table for a pass over a layout, perhaps another pass's with an equal launch configuration."""
     key = layout.key
-    measures = mode == "measure"
-    config = MEASURING if measures else config_for(key.device, mode, key.dtype.itemsize, layout.numels)
+    config = config_for(key.device, mode, key.dtype.itemsize, layout.numels)
     for table in layout.tables.values():
         if table.config == config:
             return table

@@ -99,6 +99,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if not divide or batch.is_partial:", "if not divide:"),
         ("and layout.counters is not plan.marks.counters.values:", "and layout.counters is None:", "unit/report"),
         ("if to_be_marked and abs(here.item()) > 1.0:", "if False:", "unit/report"),
+        ("            measure_batch(batch, flag.measured)\n", "            pass\n"),
     ],
     "scaler_triton/torch_ops.py": [
         ("    except (TypeError, RuntimeError):\n        return torch.float32", "    except ():\n        0", _NO_FP64),
@@ -191,9 +192,13 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if low | (total - total != 0):", "if total - total != 0:"),
     ],
     "kernels/measure.py": [
-        ("finite = tl.where(size < float(\"inf\"), size, 0.0)", "finite = size"),
+        ("tl.where(bits < infinity, bits, 0)", "bits"),
+        ("bits < smallest_normal", "bits <= smallest_normal"),
+        ("zeros -= BLOCK_SIZE * UNROLL - seen", "seen += 0"),
+        ("(count & 0xFFFF) - (2 * VEC - n_edges)", "count & 0xFFFF"),
+        ("        if top > known:\n", "        if top < known:\n"),
         ("tl.atomic_max(", "tl.atomic_min("),
-        ("launch(-(-table.n_chunks // _BLOCK), ", "launch(1, "),
+        ("(lane != _LARGEST) & (found != 0)", "found != 0"),
     ],
     "kernels/clip.py": [
         ("unscaled = narrow(widen(grad) * inv, grad.dtype)", "unscaled = widen(grad) * inv"),

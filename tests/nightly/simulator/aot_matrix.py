@@ -6,10 +6,7 @@ Run in a process of its own, without TRITON_INTERPRET: the interpreter does not 
 either interpreted kernels or compiled ones.
 """
 
-import ast
-import inspect
 import json
-import linecache
 import re
 import subprocess
 import sys
@@ -23,10 +20,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scaler_triton.kernels import abi, config, launch, norm, unscale
+from scaler_triton.kernels import abi, config, launch
 from scaler_triton.kernels.clip import _clip_kernel
-from scaler_triton.kernels.config import CANDIDATES, DEFAULT, MEASURING, WARP_LANES
-from scaler_triton.kernels.measure import _BLOCK, _WARPS, _add_measured_kernel
+from scaler_triton.kernels.config import CANDIDATES, DEFAULT, WARP_LANES
+from scaler_triton.kernels.measure import _measure_kernel
 from scaler_triton.kernels.norm import _FINISH_WARPS, _finish_kernel, _sum_squares_kernel
 from scaler_triton.kernels.spike import _judge_kernel, warps_of
 from scaler_triton.kernels.table import PARTIALS_BLOCK
@@ -50,11 +47,12 @@ ALIGNED = ("numel_ptr", "chunk_tensor_ptr", "chunk_index_ptr", "address_ptr", "b
 
 # Every pass over a table: its kernel, and the constants of its own.
 PASSES = {
-    "unscale": (_unscale_kernel, {"WRITE": True, "INVERSE": False, "MEASURE": False}),
-    "unscale_inverse": (_unscale_kernel, {"WRITE": True, "INVERSE": True, "MEASURE": False}),
-    "check": (_unscale_kernel, {"WRITE": False, "INVERSE": False, "MEASURE": False}),
-    "norm": (_sum_squares_kernel, {"MEASURE": False}),
+    "unscale": (_unscale_kernel, {"WRITE": True, "INVERSE": False}),
+    "unscale_inverse": (_unscale_kernel, {"WRITE": True, "INVERSE": True}),
+    "check": (_unscale_kernel, {"WRITE": False, "INVERSE": False}),
+    "norm": (_sum_squares_kernel, {}),
     "clip": (_clip_kernel, {}),
+    "measure": (_measure_kernel, {}),
 }
 
 
@@ -64,10 +62,6 @@ def variants():
         for name, (kernel, own) in PASSES.items():
             constants = table_constants(torch_dtype, DEFAULT) | own
             yield f"{name}-{dtype_name(torch_dtype)}", kernel, constants, DEFAULT.num_warps
-            if "MEASURE" in own:
-                constants = table_constants(torch_dtype, MEASURING) | own | {"MEASURE": True}
-                yield f"{name}_measuring-{dtype_name(torch_dtype)}", kernel, constants, MEASURING.num_warps
-    yield "add_measured", _add_measured_kernel, {"BLOCK_SIZE": _BLOCK}, _WARPS
     for clear in (False, True):
         for ring in (0, 16, abi.MAX_HEADROOM_WINDOW):
             constants = {"CLEAR": clear, "HEADROOM": ring, "WINDOW": ring, "BITS": 2}
@@ -76,35 +70,6 @@ def variants():
     yield "finish", _finish_kernel, {"BLOCK_SIZE": PARTIALS_BLOCK}, _FINISH_WARPS
     for size in (2, 128, abi.MAX_WINDOW):
         yield f"judge-{size}", _judge_kernel, {"BLOCK_SIZE": size}, warps_of(size), False
-
-
-class _Remover(ast.NodeTransformer):
-    """Removes each branch of MEASURE, and all that measures."""
-
-    def visit_ImportFrom(self, node):
-        return None if node.module == "scaler_triton.kernels.measure" else node
-
-    def visit_If(self, node):
-        self.generic_visit(node)
-        return node.orelse if ast.unparse(node.test) == "MEASURE" else node
-
-
-def without_measuring(module):
-    """The names of a module whose source has had everything removed that measures: what it was before it could."""
-    source = ast.unparse(_Remover().visit(ast.parse(inspect.getsource(module))))
-    file = f"<{module.__name__} without measuring>"
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # Triton asks for the source
-    names = {"__name__": file}
-    exec(compile(source, file, "exec"), names)
-    return names
-
-
-def variants_before():
-    """As `variants`, for the passes that may measure, of sources without that."""
-    before = without_measuring(norm) | without_measuring(unscale)
-    for name, kernel, constants, num_warps, *_ in variants():
-        if constants.get("MEASURE") is False:
-            yield name, before[kernel.fn.__name__], constants, num_warps
 
 
 def config_variants():
@@ -147,11 +112,13 @@ def compile_for(target, kernel, constants, num_warps, fuses=True):
 def report_ptx(compiled):
     ptx = compiled.asm["ptx"]
     accesses = Counter(re.findall(r"\b((?:ld|st)\.global\.[\w.]+)", ptx))
+    atomics = Counter(re.findall(r"\b(?:atom|red)\.global\.[\w.]*?((?:max|add|or)\.\w+)", ptx))
     wide_order = "".join(re.findall(r"\b([ls])[dt]\.global\.v", ptx))
     behind_body = ptx.rpartition("st.global.v")[2]
     before_narrow_store = re.split(r"st\.global\.b(?:16|32|64)", behind_body)[0].rpartition("ld.global")[2]
     return {
         "accesses": accesses,
+        "atomics": atomics,
         "loads_between_stores": wide_order.strip("l").count("l"),
         "barrier_before_edge_store": "bar.sync" in before_narrow_store,
         "flushes": ".ftz" in ptx,
@@ -161,19 +128,8 @@ def report_ptx(compiled):
         "sqrt_rn_f64": len(re.findall(r"\bsqrt\.rn\.f64", ptx)),
         "fuses": "fma." in ptx,
         "mul_f64": len(re.findall(r"\bmul(?:\.rn)?\.f64", ptx)),
-        "instructions": instructions_of(compiled),
         **report_resources(compiled),
     }
-
-
-def instructions_of(compiled):
-    """The instructions; registers get their numbers in the order of their use, parameters and labels none."""
-    if "amdgcn" in compiled.asm:
-        return re.findall(r"^\t([a-z][^;\n]*)", compiled.asm["amdgcn"], re.MULTILINE)
-    ptx, numbers = compiled.asm["ptx"], {}
-    body = re.sub(r"param_\d+|\$L\w+", "", ptx[ptx.index("{") :])
-    body = re.sub(r"%[a-z]+\d+", lambda found: f"%{numbers.setdefault(found[0], len(numbers))}", body)
-    return re.findall(r"^\s+((?:@!?%\d+ )?\s*[a-z][^;\n]*);", body, re.MULTILINE)
 
 
 def report_resources(compiled):
@@ -194,7 +150,6 @@ def report_amdgcn(compiled):
     return {
         "wide_loads": len(re.findall(r"\b(?:buffer|global)_load_dwordx4", code)),
         "wide_stores": len(re.findall(r"\b(?:buffer|global)_store_dwordx4", code)),
-        "instructions": instructions_of(compiled),
         "registers": int(re.search(r"\.vgpr_count:\s+(\d+)", code)[1]),
         "spilled": int(re.search(r"\.vgpr_spill_count:\s+(\d+)", code)[1]),
     }
@@ -206,8 +161,6 @@ def jobs():
         report = report_amdgcn if target.backend == "hip" else report_ptx
         for variant in variants():
             yield f"{target_name}-{variant[0]}", target, report, variant
-        for variant in variants_before():
-            yield f"before-{target_name}-{variant[0]}", target, instructions_of, variant
     for variant in config_variants():
         yield f"config-{variant[0]}", TARGETS[CONFIG_TARGET], report_resources, variant
 

@@ -13,9 +13,10 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from perf import stub_driver
-from scaler_triton.kernels import abi, launch, measure, norm, spike, update_scale
+from scaler_triton.kernels import abi, launch, norm, spike, update_scale
 from scaler_triton.kernels.clip import _clip_kernel, launch_clip
 from scaler_triton.kernels.config import DEFAULT
+from scaler_triton.kernels.measure import _measure_kernel, launch_measure
 from scaler_triton.kernels.table import GradTable
 from scaler_triton.kernels.unscale import _unscale_kernel, launch_check, launch_unscale
 
@@ -78,27 +79,34 @@ def tensors_of(table):
 
 
 def test_passes_over_a_table():
-    """One launch each, with the table's own addresses; another one adds what was measured."""
-    floats, total = torch.ones(2), doubles(abi.MEASURED_ROW)
+    """One launch each, with the table's own addresses."""
+    floats = torch.ones(2)
     for place in PLACES:
         scale, flag = floats[place], floats[1 - place]
         for numels, programs in TABLES:
             table = GradTable(numels, torch.float16, CPU)
             marks = table.bits, table.generation
-            for launches, number, measured in (
-                (launched(launch_check, table, flag), flag, table.generation),
-                (launched(launch_check, table, flag, measures=True), flag, table.measured),
-                (launched(launch_unscale, table, scale, flag, inverse=False), scale, table.generation),
-                (launched(launch_unscale, table, scale, flag, inverse=True), scale, table.generation),
+            for launches, number in (
+                (launched(launch_check, table, flag), flag),
+                (launched(launch_unscale, table, scale, flag, inverse=False), scale),
+                (launched(launch_unscale, table, scale, flag, inverse=True), scale),
             ):
-                given = [*tensors_of(table), *marks, measured, table.addresses, flag, number]
+                given = [*tensors_of(table), *marks, table.addresses, flag, number]
                 assert_launched(launches, "_unscale_kernel", programs, DEFAULT.num_warps, given)
-            launches, given = launched(measure.launch_add_measured, table, total[place:], params=3), total[place:]
-            adding = -(-programs // 1024)
-            assert_launched(launches, "_add_measured_kernel", adding, 4, [table.measured, given], [programs])
-    # By a scale, by its inverse, a check, and measuring.
-    assert_compiled(_unscale_kernel, 4, DEFAULT.num_warps, [*TABLE, "bits_ptr", "address_ptr"])
-    assert_compiled(measure._add_measured_kernel, 1, 4, ["measured_ptr"], {"n_chunks": "i64"})
+    # By a scale, by its inverse, and a check.
+    assert_compiled(_unscale_kernel, 3, DEFAULT.num_warps, [*TABLE, "bits_ptr", "address_ptr"])
+
+
+def test_measuring_is_one_launch():
+    totals = doubles(abi.MEASURED_ROW)
+    for place in PLACES:
+        for numels, programs in TABLES:
+            table = GradTable(numels, torch.float16, CPU)
+            for _ in range(2):  # through Triton's dispatch, and without it
+                launches = launched(launch_measure, table, totals[place:], params=5)
+                given = [*tensors_of(table), table.addresses, totals[place:]]
+                assert_launched(launches, "_measure_kernel", programs, DEFAULT.num_warps, given)
+    assert_compiled(_measure_kernel, 1, DEFAULT.num_warps, [*TABLE, "address_ptr"])
 
 
 def test_a_norm_is_two_launches_the_second_of_one_program():
@@ -107,15 +115,13 @@ def test_a_norm_is_two_launches_the_second_of_one_program():
         scale, flag, total = floats[place], floats[1 - place], totals[place:]
         for numels, programs in TABLES:
             table = GradTable(numels, torch.float16, CPU)
-            for measured, measures in ((table.generation, False), (table.measured, True)):
-                options = {"params": 7, "measures": measures}
-                *first, last = launched(norm.launch_sum_of_squares, table, scale, flag, total, **options)
-                given = [*tensors_of(table), table.bits, table.generation, measured, table.weights]
-                assert_launched(first, "_sum_squares_kernel", programs, DEFAULT.num_warps, given)
-                given = [table.partials, scale, flag, total]
-                assert_launched([last], "_finish_kernel", 1, norm._FINISH_WARPS, given, [table.partials.numel()])
+            *first, last = launched(norm.launch_sum_of_squares, table, scale, flag, total, params=7)
+            given = [*tensors_of(table), table.bits, table.generation, table.weights, table.partials]
+            assert_launched(first, "_sum_squares_kernel", programs, DEFAULT.num_warps, given)
+            given = [table.partials, scale, flag, total]
+            assert_launched([last], "_finish_kernel", 1, norm._FINISH_WARPS, given, [table.partials.numel()])
     aligned = [*TABLE, "bits_ptr", "address_ptr"]
-    assert_compiled(norm._sum_squares_kernel, 2, DEFAULT.num_warps, aligned)  # without and with measuring
+    assert_compiled(norm._sum_squares_kernel, 1, DEFAULT.num_warps, aligned)
     assert_compiled(norm._finish_kernel, 1, norm._FINISH_WARPS, ["partial_ptr"], {"n_partials": "i64"})
 
 

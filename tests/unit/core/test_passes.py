@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,11 +25,11 @@ from tensor_pair import Pair
 from torch import Tensor
 
 from scaler_triton import GradScaler
-from scaler_triton.core import passes
+from scaler_triton.core import passes, torch_ops
 from scaler_triton.core.flag import Flag
 from scaler_triton.core.plan import Batch, GradPlan, choose_backends, group
 from scaler_triton.core.update import Counters
-from scaler_triton.kernels.abi import OVERFLOWS, SQUARES, STATUS, TOTALS
+from scaler_triton.kernels.abi import MEASURED, OVERFLOWS, SQUARES, STATUS, TOTALS
 from scaler_triton.report.overflow import Marks
 
 # A kernel sums rows of 512 squares in fp32: their random roundings stay far below this.
@@ -68,6 +69,36 @@ def test_what_lies_between_the_elements_is_not_written(place: Place, dtype: torc
     want = randn(80, dtype, 9)
     want.view(8, 10)[:, ::3] /= 4
     assert_same(around, want)
+
+
+# Measuring
+
+
+@PLACES
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_batch_is_measured_as_it_is(place: Place, dtype: torch.dtype) -> None:
+    special = torch.tensor([0.0, -math.inf, math.nan, 3.0], dtype=dtype)
+    tensors = [randn(700, dtype) * 2.0**-14, special, torch.ones(0, dtype=dtype)]
+    batch, want = batch_of([*tensors, None], place), torch.tensor([0.5, 1.0, 2.0, 3.0, 7.0], dtype=torch.float64)
+    row = want.to(place.device, wide(place), copy=True)
+    for _ in range(2):
+        passes.measure_batch(batch, row)
+        torch_ops.measure(tensors, want)
+    assert row.tolist() == want.tolist()
+    for before, after in zip(tensors, batch.present, strict=True):
+        assert_same(after, before)
+
+
+@PLACES
+@pytest.mark.parametrize("how", ["step", "unscale_", "clip_grad_norm_"])
+def test_gradients_are_measured_by_a_pass_before_the_one_that_may_write(place: Place, how: str) -> None:
+    scaler = started(GradScaler, place.device, init_scale=4.0, measure=True, backend=place.backend)
+    (parameter,) = parameters([torch.tensor([8.0, 0.0])], place.device)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    arguments = (1.0,) if how == "clip_grad_norm_" else ()
+    with mock.patch.object(passes, "measure_batch", side_effect=MemoryError), pytest.raises(MemoryError):
+        getattr(scaler, how)(optimizer, *arguments)
+    assert parameter.grad.tolist() == [8.0, 0.0]
 
 
 # Norm and clip
@@ -134,12 +165,13 @@ def test_a_clip_writes_the_status_from_the_totals_of_several_ranks(place: Place)
 def test_passes_with_equal_configurations_share_one_table(place: Place) -> None:
     batch = batch_of([torch.ones(3)], place)
     version = batch.present[0]._version
+    passes.measure_batch(batch, torch.zeros(MEASURED, dtype=torch.float64, device=place.device))
     passes.check_batch(batch, number(0.0, place))
     measured(batch, place)
     assert batch.present[0]._version == version
     clip(batch, place, 2.0, 2.0)
     assert batch.present[0]._version > version  # as torch's ops count their writes
-    assert set(batch.layout.tables) == {"check", "norm", "clip"}
+    assert set(batch.layout.tables) == {"measure", "check", "norm", "clip"}
     assert len({id(table) for table in batch.layout.tables.values()}) == 1
     assert batch.present[0].tolist() == [0.5] * 3
 

@@ -404,7 +404,7 @@ def test_a_backend_is_chosen_once_for_each_layout_and_torchs_for_subclasses_and_
     choose_backends(batches, "triton", clips=True)
     assert [batch.layout.clips for batch in batches] == ["triton", "torch", "torch"]
     assert asked == [(torch.float32, "triton", "unscaling"), (torch.float32, "triton", "clipping")]
-    broken.append("measuring")  # then torch's ops clip, too: a norm may have to measure
+    broken.append("measuring")  # then a layout is left to torch's ops altogether
     (batch, *_) = batches = group(dict(enumerate(tensors)))
     choose_backends(batches, "triton", clips=True, measures=True)
     assert (batch.layout.backend, batch.layout.clips) == ("torch", "torch")
