@@ -33,7 +33,7 @@ class GradTable:
         chunk_tensors, chunk_indices: int32 `[n_chunks]`, on the device: the tensor of each chunk, its index in that.
         bits: the marks, int32 `[N, GENERATIONS]`, on the device, see `abi`. The first mark of a later generation
             replaces an earlier one in its place.
-        generation: the current one (int32, one element, on the device); 0 until `mark_with` replaces it.
+        generation: the current one (int32, one element, on the device).
         partials: a norm's partial sums: fp64, on the device, one per chunk, padded with zeros to whole blocks.
         weights: what each tensor's sum of squares is multiplied by: fp64 `[N]`, on the device, 1 at first.
         n_tensors, n_chunks: N, and the programs in a launch over this table; 0 where no tensor has elements.
@@ -43,7 +43,12 @@ class GradTable:
 
     @torch.inference_mode(False)  # later steps write it outside that mode
     def __init__(
-        self, numels: Sequence[int], dtype: torch.dtype, device: torch.device, config: LaunchConfig = DEFAULT
+        self,
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        config: LaunchConfig = DEFAULT,
+        generation: Tensor | None = None,
     ) -> None:
         """Build the chunk map; no tensor has an address yet.
 
@@ -52,6 +57,7 @@ class GradTable:
             dtype: fp16, bf16, fp32 or fp64.
             device: where the tensors lie, with its index.
             config: the shape of one program.
+            generation: with which kernels mark, int32, one element, on the device; None: 0.
         """
         launch.refuse_first_in_capture(device)
         self.dtype, self.device, self.config = dtype, device, config
@@ -63,7 +69,7 @@ class GradTable:
         rows = torch.zeros((KEPT, even), dtype=torch.int64, device=device)[:, : len(numels)]
         self.addresses, *self._unused = rows.unbind()
         self.bits = torch.zeros((len(numels), abi.GENERATIONS), dtype=torch.int32, device=device)
-        self.generation = torch.zeros(1, dtype=torch.int32, device=device)
+        self.generation = torch.zeros(1, dtype=torch.int32, device=device) if generation is None else generation
         whole_blocks = -(-self.n_chunks // PARTIALS_BLOCK) * PARTIALS_BLOCK
         self.partials = torch.zeros(whole_blocks, dtype=torch.float64, device=device)
         self.weights = torch.ones(len(numels), dtype=torch.float64, device=device)
@@ -135,11 +141,6 @@ class GradTable:
         self._last_weights = []  # an interrupted copy may have arrived or not
         self.weights.copy_(torch.tensor(wanted, dtype=torch.float64, device="cpu"))
         self._last_weights = weights and list(weights)
-
-    def mark_with(self, generation: Tensor) -> None:
-        """Mark with another generation, int32, one element, on the device."""
-        self.generation = generation
-        self.launches.clear()
 
     def add_launch(self, key: Hashable, kernel: Any, *fixed: Tensor, **constants: Any) -> launch.Launch:
         """Return a new Launch of a pass over this table, and keep it under `key`.

@@ -17,48 +17,54 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.cuda.amp import common
 
 from scaler_triton.clipping import clip
-from scaler_triton.core import fused, passes, policy, ranks, update
-from scaler_triton.core.check import OUR_METHODS, Ours, check, peers_of, require_scale, step_failed
+from scaler_triton.core import failures, fused, policy, ranks
 from scaler_triton.core.dispatch import (
     check_backend,
     is_captured,
-    is_capturing,
     refuse_capture,
     skip_tracing,
     stacklevel,
+    stream_of,
 )
 from scaler_triton.core.flag import Flag, Flags, any_flag
+from scaler_triton.core.memory import fp32_on
+from scaler_triton.core.overrides import overrides, own
+from scaler_triton.core.passes import check_batch, unscale_batch_
 from scaler_triton.core.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
-from scaler_triton.core.step import CARRIED, FAILED, FOREIGN, READY, STEPPED, UNSCALED, OptimizerStep, Steps
+from scaler_triton.core.registry import Steps
+from scaler_triton.core.step import CARRIED, FAILED, FOREIGN, READY, STEPPED, UNSCALED, OptimizerStep
+from scaler_triton.core.torch_ops import inverse
 from scaler_triton.core.update import LaggingCounters, ScalerStats
-from scaler_triton.guard.spikes import Guard
-from scaler_triton.kernels.abi import MAX_SCALE, STATUS
+from scaler_triton.kernels.abi import CAP, MAX_SCALE, STATUS
 from scaler_triton.measuring.headroom import Headroom, HeadroomRule, read_headroom
+from scaler_triton.measuring.measure import is_measuring, measure_in
+from scaler_triton.parts import Parts
 from scaler_triton.report import overflow as report
 from scaler_triton.report import streak
 from scaler_triton.report.describe import describe
+from scaler_triton.report.marks import marks_of
 from scaler_triton.report.overflow import Model, OverflowReport
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
 
-_COUNTED = "_counted"  # in a pickle: what `Ours` holds, as plain numbers
+_COUNTED = "_counted"  # in a pickle: what `Parts` holds, as plain numbers
 
 
 class _Limits:
     """The limits of the scale, read only; unlike a property, it leaves the name free for a subclass's attribute."""
 
     def __get__(self, scaler: GradScaler | None, owner: type | None = None) -> Any:
-        return self if scaler is None else scaler._ours.limits
+        return self if scaler is None else scaler._ours.updates.limits
 
     def __repr__(self) -> str:
         return "<min_scale, max_scale, hysteresis and max_consecutive_skips, read only>"
@@ -107,9 +113,9 @@ class GradScaler(torch.amp.GradScaler):
     _growth_tracker: Any  # int32, one element; None before the first `scale`
 
     @functools.cached_property
-    def _ours(self) -> Ours:
+    def _ours(self) -> Parts:
         # Made on first use, as some public subclasses have an `__init__` that calls only torch's.
-        return Ours(sharded=False)
+        return Parts()
 
     def __init__(
         self,
@@ -157,10 +163,12 @@ class GradScaler(torch.amp.GradScaler):
             limits = limits.changed(**extremes, hysteresis=hysteresis, max_consecutive_skips=max_consecutive_skips)
             init_scale = limits.clamp(policy.check_number("scale", init_scale, "init_scale"))
             numbers = {name: policy.check_number(name, value) for name, value in numbers.items()}
-        self._ours.steps.requested, self._ours.limits = backend, limits
-        self._ours.allow_fp16 |= allow_fp16_grads
-        self._ours.steps.measures = measure or numbers_of_headroom is not None
-        self._ours.headroom = None if numbers_of_headroom is None else HeadroomRule(*numbers_of_headroom)
+        self._ours.checks.requested, self._ours.updates.limits = backend, limits
+        self._ours.checks.allow_fp16 |= allow_fp16_grads
+        if measure or numbers_of_headroom is not None:
+            measure_in(self._ours.checks)
+        if numbers_of_headroom is not None:
+            self._ours.headroom = self._ours.updates.rule = HeadroomRule(*numbers_of_headroom)
         own = vars(self)  # not through a subclass's `__setattr__`; torch leaves a disabled scaler's numbers unset
         own.update(process_group=process_group, _init_scale=init_scale, _init_growth_tracker=0)
         own.update({f"_{name}": value for name, value in numbers.items()})
@@ -177,17 +185,15 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return outputs
-        ours, scale = self._ours, self._scale
-        if ours.steps.unfinished:
-            ours.steps.loss_scaled()
-        if scale is not None:
-            if scale.is_cuda and is_capturing():
-                ours.steps.replayed = True  # each replay writes gradients without a call of this method
-            if isinstance(outputs, Tensor) and scale.device == outputs.device:
-                product: Any = outputs * scale
-                scaled: Outputs = product.type(outputs.dtype) if ours.sharded else product
-                return scaled
-        scaled = super().scale(outputs)  # type: ignore[call-overload]
+        steps, scale = self._ours.steps, self._scale
+        if steps.unfinished:
+            steps.loss_scaled()
+        if scale is not None and is_captured(scale):
+            steps.replayed = True  # each replay writes gradients without a call of this method
+        if isinstance(outputs, Tensor) and scale is not None and scale.device == outputs.device:
+            product: Any = outputs * scale
+            return product.type(outputs.dtype) if self._ours.checks.sharded else product  # type: ignore[no-any-return]
+        scaled: Outputs = super().scale(outputs)  # type: ignore[call-overload]
         return scaled
 
     def unscale_(self, optimizer: Any) -> None:
@@ -207,13 +213,13 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         if self._scale is None or self._growth_tracker is None:
-            require_scale(self, "unscale_", [optimizer])
+            self._ours.require_scale(self, "unscale_", [optimizer])
         step = self._ours.steps.open(optimizer)
         if step.phase is FOREIGN:
             super().unscale_(optimizer)
             return
         step.require_unscalable()
-        check(self, step, optimizer, divide=True)
+        _check(self, step, optimizer, divide=True)
 
     def clip_grad_norm_(
         self,
@@ -273,30 +279,27 @@ class GradScaler(torch.amp.GradScaler):
             whatever `optimizer.step` raises. Such a step is spent: called again, it skips, until the next `scale`.
         """
         if not self._enabled:
-            result: float | None = optimizer.step(*args, **kwargs)
-            return result
+            return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        scale = self._scale
-        if scale is None or self._growth_tracker is None:
-            require_scale(self, "step", [optimizer])
-            scale = self._scale  # a guard's
+        if self._scale is None or self._growth_tracker is None:
+            self._ours.require_scale(self, "step", [optimizer])
         steps, is_fused = self._ours.steps, getattr(optimizer, "_step_supports_amp_scaling", False)
-        if scale.is_cuda and not is_fused and is_capturing():
+        if not is_fused and is_captured(self._scale):
             raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
         step, updates = steps.open(optimizer), steps.updates
         step.require_steppable()
         if step.phase is FOREIGN:
             return super().step(optimizer, *args, **kwargs)
         if step.phase is CARRIED:
-            step.resume(is_captured(scale))
+            self._ours.checks.resume(step, self._scale)
         if step.phase is READY:
-            _check_in_step(self, step, optimizer, is_fused)
+            (_check_for_fused if is_fused else _check_in_step)(self, step, optimizer)
         try:
-            result = _step_or_skip(self, step, optimizer, is_fused, args, kwargs)
+            result: float | None = (_step_fused if is_fused else _step_plain)(self, step, optimizer, args, kwargs)
         except BaseException:  # whatever it has done, the step is spent
             steps.unfinished, step.outcome = True, None
-            step_failed(self, step, agreed=True)
+            failures.spend(self._ours.checks, step, self._scale.device, agreed=True)
             raise
         step.steps_taken += 1
         if steps.updates == updates:  # else the optimizer has called `update`
@@ -331,21 +334,19 @@ class GradScaler(torch.amp.GradScaler):
         ours, scale, tracker = self._ours, self._scale, self._growth_tracker
         if scale is None or tracker is None:
             self._check_scale_growth_tracker("update")  # raises torch's AssertionError
-        checked = []
-        for state in [*ours.steps.values()]:  # a garbage collection may free an optimizer meanwhile
-            if state["found_inf_per_device"]:
-                checked.append(state)
-        captured = scale.is_cuda and is_capturing()
-        carried = ours.steps.carried_over(captured) if ours.steps.unfinished else []
+        # A garbage collection may free an optimizer meanwhile.
+        checked = [state for state in [*ours.steps.values()] if state["found_inf_per_device"]]
+        captured = is_captured(scale)
+        carried = ours.checks.carried_over(captured) if ours.steps.unfinished else []
         if new_scale is not None:
-            update.set_scale(self, new_scale, checked)
+            _set_scale(self, new_scale, checked)
         elif not checked:
             raise AssertionError("No inf checks were recorded prior to update.")
         else:
-            update.update_by_flags(self, scale, tracker, checked, captured, keep=bool(carried))
+            ours.updates.by_flags(scale, tracker, checked, _numbers(self), captured=captured, keep=bool(carried))
         ours.steps.close(carried)
-        if new_scale is None and ours.limits.max_consecutive_skips is not None and not captured:
-            update.check_streak(self)
+        if ours.updates.limits.max_consecutive_skips is not None and not captured and new_scale is None:
+            streak.raise_if_too_long(self)
 
     def stats(self, *, wait: bool = True) -> ScalerStats:
         """Return what the updates have done so far, including replayed ones; all 0 on a disabled scaler.
@@ -368,7 +369,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises: RuntimeError if the scaler was not made with `measure=True`.
         """
         ours = self._ours
-        if not ours.steps.measures:
+        if not is_measuring(ours.checks):
             raise RuntimeError("headroom() needs measure=True, an argument of the scaler")
         flags = [step.flag for step in ours.steps.all()]
         return read_headroom([flag for flag in flags if flag is not None], wait)
@@ -387,21 +388,12 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return {}
-        ours, scale = self._ours, self._get_scale_async()
+        ours = self._ours
         stats = ScalerStats.of(ours.counters.newest())
-        known = asdict(stats)
-        known["skip_share"] = stats.skipped / max(1, stats.updates)
-        known["skipped_in_a_row"] = stats.consecutive_skips
-        names = ["updates", "skipped", "skip_share", "skipped_in_a_row", "spikes"]
-        if ours.guard is not None:
-            norms = ours.guard.newest()
-            known |= norms
-            names += norms
-        else:
-            newest = None if scale is None else ours.scale_copy.newest(scale)
-            known["scale"] = self._init_scale if newest is None else newest[0] if isinstance(newest, list) else newest
-            names = ["scale", *names, "growths", "backoffs"]
-        if ours.steps.measures:
+        known = {"skip_share": stats.skipped / max(1, stats.updates), "skipped_in_a_row": stats.consecutive_skips}
+        known |= asdict(stats) | ours.newest(self)
+        names = ["updates", "skipped", "skip_share", "skipped_in_a_row", "spikes", *ours.newest_names(known)]
+        if is_measuring(ours.checks):
             known |= asdict(self.headroom(wait=False))
             names += ["largest", "bits", "zeros", "subnormal"]
         return {f"{prefix}{name}": float(known[name]) for name in names if math.isfinite(known[name])}
@@ -485,7 +477,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         scale = self._get_scale_async()
         home = scale.device if scale is not None else torch.device(self._device if self._enabled else "cpu")
-        return report.overflow_report(self._ours, model, self.process_group, home, gather)
+        ours = self._ours
+        return report.overflow_report(ours.steps, ours.counters, ours.models, model, self.process_group, home, gather)
 
     limits = _Limits()
 
@@ -497,25 +490,26 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises: ValueError or TypeError naming an illegal one and its value; nothing has changed then.
         """
-        self._ours.limits = self._ours.limits.changed(**changes)
+        updates = self._ours.updates
+        updates.limits = updates.limits.changed(**changes)
         if "max_consecutive_skips" in changes:
-            self._ours.lagging = LaggingCounters()
-        update.write_numbers(self)
+            updates.lagging = LaggingCounters()
+        _write_numbers(self)
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows: finite, >= 1, else ValueError or TypeError; 1 keeps the scale."""
         self._growth_factor = policy.check_number("growth_factor", new_factor, "new_factor")
-        update.write_numbers(self)
+        _write_numbers(self)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor that backs the scale off: in (0, 1], else ValueError or TypeError; 1 keeps the scale."""
         self._backoff_factor = policy.check_number("backoff_factor", new_factor, "new_factor")
-        update.write_numbers(self)
+        _write_numbers(self)
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set after how many updates without overflow the scale grows: >= 1, else ValueError or TypeError."""
         self._growth_interval = policy.check_number("growth_interval", new_interval, "new_interval")
-        update.write_numbers(self)
+        _write_numbers(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five fields; `{}` on a disabled scaler.
@@ -528,10 +522,8 @@ class GradScaler(torch.amp.GradScaler):
             return {}
         state = super().state_dict()
         ours = self._ours
-        if ours.limits != NO_LIMITS or ours.headroom is not None:
-            state[KEY] = policy.to_checkpoint(ours.limits, ours.counters.read())
-        if ours.guard is not None:
-            state[KEY][WINDOWS] = ours.guard.numbers()[-1]
+        if ours.updates.limits != NO_LIMITS or ours.headroom is not None:
+            state[KEY] = policy.to_checkpoint(ours.updates.limits, ours.counters.read())
         if ours.headroom is not None:
             exponents, cap = ours.headroom.remembered()
             state[KEY][HEADROOM] = {"exponents": exponents, "cap": cap}
@@ -552,7 +544,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         ours = self._ours
-        limits, counters = ours.limits, policy.no_counters()
+        limits, counters = ours.updates.limits, policy.no_counters()
         remembered: tuple[list[int], float] = [], MAX_SCALE
         if policy.check_dict(state_dict, "state_dict"):  # torch raises for an empty one
             fields = policy.check_dict(state_dict.get(KEY, {}), KEY)
@@ -561,7 +553,7 @@ class GradScaler(torch.amp.GradScaler):
                 remembered = policy.check_remembered(fields.get(HEADROOM, {}))
             state_dict = policy.check_state_dict(state_dict)
         super().load_state_dict(state_dict)
-        ours.limits, ours.lagging = limits, LaggingCounters()
+        ours.updates.limits, ours.updates.lagging = limits, LaggingCounters()
         ours.counters.set(counters)
         if ours.headroom is not None:
             ours.headroom.restore(*remembered)
@@ -569,8 +561,8 @@ class GradScaler(torch.amp.GradScaler):
         streak.forget(self)
         for step in ours.steps.all():
             if step.plan is not None:
-                step.plan.marks.forget()  # they refer to another run's skips
-        update.write_numbers(self)
+                marks_of(step.plan).forget()  # they refer to another run's skips
+        _write_numbers(self)
 
     # The names below are private to torch's class; frameworks and subclasses call, replace or write them.
 
@@ -582,7 +574,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Mapping[Any, Any]) -> None:
-        self._ours.steps = self._ours.steps.replaced_by(states)
+        self._ours.checks.steps = self._ours.steps.replaced_by(states)
 
     def _get_scale_async(self) -> Tensor | None:
         return getattr(self, "_scale", None)
@@ -606,17 +598,22 @@ class GradScaler(torch.amp.GradScaler):
         That on `found_inf`'s device starts as `found_inf`. Without gradients a `ShardedGradScaler` returns that one, as
         callers reduce it over the ranks.
         """
-        steps = self._ours.steps
+        checks = self._ours.checks
         # A call from outside a step, perhaps for a few parameters, must not begin one.
-        step = steps.last(optimizer) or OptimizerStep()
-        plan, parameters = steps.plan(step, optimizer)
+        step = checks.steps.last(optimizer) or OptimizerStep()
+        plan, parameters = checks.plan(step, optimizer, found_inf.device)
         flag = Flag(found_inf.new_zeros(STATUS))
         flag.found_inf.copy_(found_inf.reshape(()))
-        plan.written = False
-        batches = plan.collect(parameters, allow_fp16=allow_fp16)
-        flags, _ = passes.check(plan, batches, inv_scale.to(flag.device), flag, divide=True, inverse=True)
-        is_sharded = self._ours.sharded and self._ours.guard is None
-        return flags or ({flag.device: flag.found_inf} if is_sharded else {})
+        for batch in plan.collect(parameters, allow_fp16=allow_fp16):
+            device = batch.layout.device
+            if batch.is_partial:
+                check_batch(batch, flag.on(device))
+            else:
+                unscale_batch_(batch, fp32_on(device, inv_scale), flag.on(device), inverse=True)
+        if flag.was_found_on_cpu():
+            for observer in checks.observers:
+                observer.found(step, [])
+        return flag.parts or ({flag.device: flag.found_inf} if checks.needs_group else {})
 
     def _check_inf_per_device(self, optimizer: Any) -> Any:
         """Check the optimizer's gradients without writing them, and return the agreed flag on every device.
@@ -632,14 +629,13 @@ class GradScaler(torch.amp.GradScaler):
         phase, flag, flags = step.phase, step.flag, step["found_inf_per_device"]
         try:
             if self._scale is None or self._growth_tracker is None:
-                require_scale(self, "_check_inf_per_device", [optimizer])
+                self._ours.require_scale(self, "_check_inf_per_device", [optimizer])
             is_final = phase in (STEPPED, FAILED) or (phase is UNSCALED and (flag is None or flag.is_final))
-            if not (flags and (is_final or peers_of(self, *self._ours.steps.plan(step, optimizer)))):
-                before = flag if phase is UNSCALED else None
-                measured = None if before is None or before.measured is None else before.measured.clone()
-                check(self, step, optimizer, divide=False)
+            if not (flags and (is_final or _have_peers(self, step, optimizer))):
+                measured = None if flag is None or flag.extra is None or phase is READY else flag.extra.clone()
+                _check(self, step, optimizer, divide=False)
                 if measured is not None:  # of the gradients as they were scaled
-                    step.flag.measured.copy_(measured)  # type: ignore[union-attr]
+                    step.flag.extra.copy_(measured)  # type: ignore[union-attr]
         except BaseException:
             if step.phase is FAILED and phase is not UNSCALED:  # of an UNSCALED one, `step` will not check
                 step.undo_failed_look(phase)
@@ -666,25 +662,24 @@ class GradScaler(torch.amp.GradScaler):
             state["_init_scale"], state["_init_growth_tracker"] = self.get_scale(), self._get_growth_tracker()
             state["_scale"] = state["_growth_tracker"] = None
         # Plain numbers: otherwise the pickle would name the modules of our classes.
-        numbers = {"limits": tuple(ours.limits), "backend": ours.steps.requested, "counters": ours.counters.read()}
-        guard = None if ours.guard is None else ours.guard.numbers()
-        flags = {"allow_fp16_grads": ours.allow_fp16, "measure": ours.steps.measures}
+        checks, limits = ours.checks, tuple(ours.updates.limits)
+        numbers = {"limits": limits, "backend": checks.requested, "counters": ours.counters.read()}
+        flags = {"allow_fp16_grads": checks.allow_fp16, "measure": is_measuring(checks)}
         headroom = ours.headroom and (ours.headroom.bits, ours.headroom.window, *ours.headroom.remembered())
-        state[_COUNTED] = {**numbers, **flags, "guard": guard, "headroom": headroom}
+        state[_COUNTED] = {**numbers, **flags, "headroom": headroom}
         return {**state, "process_group": ranks.picklable(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         counted, ours = state.get(_COUNTED), self._ours
         if counted is not None:
             ours.counters.set(counted["counters"])
-            if counted.get("guard") is not None:
-                ours.become_guard(Guard(*counted["guard"]))
-            ours.limits, ours.steps.requested = Limits(*counted["limits"]), counted["backend"]
-            ours.allow_fp16 |= counted.get("allow_fp16_grads", False)
-            ours.steps.measures = counted.get("measure", False)
+            ours.updates.limits, ours.checks.requested = Limits(*counted["limits"]), counted["backend"]
+            ours.checks.allow_fp16 |= counted.get("allow_fp16_grads", False)
+            if counted.get("measure", False):
+                measure_in(ours.checks)
             if counted.get("headroom") is not None:
                 bits, window, *remembered = counted["headroom"]
-                ours.headroom = HeadroomRule(bits, window)
+                ours.headroom = ours.updates.rule = HeadroomRule(bits, window)
                 ours.headroom.restore(*remembered)
         plain = {name: value for name, value in state.items() if name not in (_COUNTED, "_per_optimizer_states")}
         vars(self).update(plain)
@@ -702,28 +697,50 @@ class GradScaler(torch.amp.GradScaler):
         return clone
 
 
-def _check_in_step(scaler: GradScaler, step: OptimizerStep, optimizer: Any, is_fused: bool) -> None:
-    if is_fused:
-        fused.check_fused(scaler, step, optimizer)
-    elif getattr(scaler.unscale_, "__func__", None) not in OUR_METHODS:  # it was replaced
+def _check(scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool = False) -> None:
+    """Check the gradients; a subclass's own pass over them is made in place of ours."""
+    checks, scale, override = scaler._ours.checks, scaler._scale, None
+    if "_unscale_grads_" in overrides(scaler):
+        override = _override(scaler, optimizer, scale, divide=divide)
+    checks.check(step, optimizer, scale, scaler.process_group, divide=divide, by_step=by_step, override=override)
+
+
+def _override(scaler: GradScaler, optimizer: Any, scale: Tensor, *, divide: bool) -> Callable[[Flag], Flags]:
+    def run(flag: Flag) -> Flags:
+        factor = inverse(scale).clone() if divide else torch.ones_like(flag.found_inf)
+        allow_fp16 = scaler._ours.checks.allow_fp16 or not divide
+        flags: Flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, allow_fp16)
+        return flags
+
+    return run
+
+
+def _check_in_step(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
+    if "unscale_" in overrides(scaler):
         scaler.unscale_(optimizer)
     else:
-        check(scaler, step, optimizer, divide=True, by_step=True)
+        _check(scaler, step, optimizer, divide=True, by_step=True)
 
 
-def _step_or_skip(
-    scaler: GradScaler, step: OptimizerStep, optimizer: Any, is_fused: bool, args: Any, kwargs: Any
-) -> Any:
-    if not (step["found_inf_per_device"] or is_fused):
+def _check_for_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
+    """Check the gradients of a step whose optimizer will divide them; a guard's are unscaled: it need not."""
+    if fused.takes_scaler(step, optimizer):
+        if hasattr(optimizer, "param_groups"):  # older containers lack them
+            _check(scaler, step, optimizer, divide=not scaler._ours.scales, by_step=True)
+    elif "_check_inf_per_device" in overrides(scaler):
+        scaler._check_inf_per_device(optimizer)
+    else:
+        _check(scaler, step, optimizer, divide=not scaler._ours.scales, by_step=True)
+
+
+def _step_plain(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Step unless the flag, which this waits for, is set."""
+    if not step["found_inf_per_device"]:
         raise AssertionError("No inf checks were recorded for this optimizer.")
     if step.phase is FAILED:
-        if is_fused:
-            fused.remove_scale(optimizer, step.owner())
         step.outcome = FAILED
         return None
-    if is_fused:
-        return fused.step_fused(scaler, step, optimizer, args, kwargs)
-    if getattr(scaler._maybe_opt_step, "__func__", None) not in OUR_METHODS:  # it may write the flags
+    if "_maybe_opt_step" in overrides(scaler):  # it may write the flags
         scaler._ours.steps.exposed = True
     result = scaler._maybe_opt_step(optimizer, step, *args, **kwargs)
     if step.outcome is None:  # a subclass's `_maybe_opt_step` does not call ours
@@ -731,6 +748,45 @@ def _step_or_skip(
     return result
 
 
-OUR_METHODS.update((GradScaler.unscale_, GradScaler._unscale_grads_))
-OUR_METHODS.update((GradScaler._check_inf_per_device, GradScaler._maybe_opt_step))
+def _step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Step an optimizer that divides and skips by itself; nothing waits."""
+    if step.phase is FAILED:
+        fused.remove_scale(optimizer, step.owner())
+        step.outcome = FAILED
+        return None
+    if step.steps_taken & streak.LOOKS == streak.LOOKS:
+        streak.look(scaler)
+    if fused.takes_scaler(step, optimizer):
+        return fused.step_by_argument(scaler, step, optimizer, args, kwargs)
+    ours, scale = scaler._ours, cast(Tensor, scaler._get_scale_async())
+    updater = ours.updates.updater
+    stream = stream_of(scale, ours.checks.requested) if updater is None else updater.stream
+    return fused.step_fused(step, optimizer, scale, ours.steps.exposed, stream, args, kwargs)
+
+
+def _have_peers(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> bool:
+    """Return whether other ranks must agree on an optimizer."""
+    checks = scaler._ours.checks
+    plan, parameters = checks.plan(step, optimizer, scaler._scale.device)
+    return checks.peers_of(plan, parameters, scaler.process_group) is not None
+
+
+def _numbers(scaler: GradScaler) -> tuple[float, float, int]:
+    return scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
+
+
+def _write_numbers(scaler: GradScaler) -> None:
+    """Write the rule's numbers to the memory that graphs read at each replay."""
+    if scaler._ours.updates.policies:  # none on a disabled scaler, which may lack the numbers
+        scaler._ours.updates.write_numbers(_numbers(scaler))
+
+
+def _set_scale(scaler: GradScaler, new_scale: Any, checked: Any) -> None:
+    number = scaler._ours.updates.by_value(scaler._scale, new_scale, checked, scaler._device)
+    headroom = scaler._ours.headroom
+    if headroom is not None:  # the overflow that lowered the cap may have had another cause than the scale
+        headroom.on(scaler._scale.device)[CAP].clamp_(min=number)
+
+
+own(GradScaler)
 skip_tracing(GradScaler)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scaler_triton.clipping.norm import norm_batch
+from scaler_triton.clipping.torch_ops import sum_of_squares
 from scaler_triton.core import passes, policy, torch_ops
 from scaler_triton.core.dispatch import check_backend, choose_for_scale, kernels
 from scaler_triton.core.gradients import check_gradient, check_overlap, local_tensor
@@ -105,13 +107,13 @@ def grad_norm(
     factor = torch.ones((), dtype=torch.float32, device=home) if inv_scale is None else inv_scale
     key, known = _look_up("norm", grads, backend, factor, flag)
     if known is not None and known.on_cpu:
-        squares = torch_ops.sum_of_squares(grads, flag, None)
+        squares = sum_of_squares(grads, flag, None)
     else:
         parts: list[Tensor] = []
 
         def add(batch: Batch, bad: Tensor) -> None:
             one = torch_ops.constants(bad, torch.float32, 1.0)
-            parts.append(torch_ops.wide_on(home, passes.norm_batch(batch, one, bad, None)[SQUARES]))
+            parts.append(torch_ops.wide_on(home, norm_batch(batch, one, bad, None, key[1])[SQUARES]))
 
         _run(key, known, add, grads, inv_scale=factor, found_inf=flag)
         if not parts:
@@ -239,7 +241,7 @@ def _run_unknown(key: _Key, op: _Op, grads: list[Tensor], scalars: dict[str, Ten
     with torch.no_grad():
         locals_ = _checked(grads)
         batches = group(dict(enumerate(locals_)))
-        choose_backends(batches, key[1], clips=key[0] == "norm")
+        choose_backends(batches, key[1])
         for batch in batches:
             _run_one(op, batch, found_inf)
     every = [*scalars.values(), *grads]

@@ -13,8 +13,8 @@ if not torch.distributed.is_available():
 
 from torch.distributed.fsdp import sharded_grad_scaler as _torch_sharded
 
-from scaler_triton.core.check import Ours
 from scaler_triton.grad_scaler import GradScaler, Outputs
+from scaler_triton.parts import Parts
 
 
 class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
@@ -71,8 +71,8 @@ class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
         )
 
     @functools.cached_property
-    def _ours(self) -> Ours:
-        return Ours(sharded=True)
+    def _ours(self) -> Parts:
+        return Parts(sharded=True)
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Return the outputs times the scale, each in its own dtype; like torch's, it compiles with `fullgraph=True`.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from scaler_triton.auditing.fingerprint import fingerprint
 from scaler_triton.auditing.report import UNKNOWN, Copy
 from scaler_triton.core.gradients import is_dtensor, is_fsdp1, local_tensor
-from scaler_triton.core.step import unwrap
+from scaler_triton.core.registry import unwrap
 from scaler_triton.report.overflow import named_parameters
 from scaler_triton.text import one_line, ranges
 

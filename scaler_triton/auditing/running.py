@@ -22,7 +22,8 @@ from scaler_triton.auditing.report import (
 )
 from scaler_triton.core.gradients import local_tensor
 from scaler_triton.core.ranks import gather_bytes, gathering_group, is_bare
-from scaler_triton.core.step import parameters_of, unwrap
+from scaler_triton.core.registry import unwrap
+from scaler_triton.core.step import parameters_of
 from scaler_triton.text import error_line
 
 

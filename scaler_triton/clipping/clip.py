@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import GeneratorType
@@ -21,12 +22,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scaler_triton.core import check, gradients, passes, policy, torch_ops
-from scaler_triton.core.check import OUR_METHODS, Part
+from scaler_triton.clipping import norm as passes
+from scaler_triton.clipping import torch_ops
+from scaler_triton.clipping.norm import replicas_in
+from scaler_triton.clipping.replicas import replicas_of
+from scaler_triton.core import failures, gradients, policy
 from scaler_triton.core.dispatch import stacklevel
-from scaler_triton.core.flag import any_flag, fp32_on, report_failure
-from scaler_triton.core.ranks import Ranks, group_ranks, mesh_ranks, replicas_of, several_ranks
-from scaler_triton.core.step import CARRIED, READY, parameters_of, unwrap
+from scaler_triton.core.flag import any_flag
+from scaler_triton.core.look import Look
+from scaler_triton.core.memory import fp32_on
+from scaler_triton.core.message import agree, read_sums, tell_failure
+from scaler_triton.core.overrides import overrides
+from scaler_triton.core.plan import Batch, GradPlan
+from scaler_triton.core.ranks import Ranks, group_ranks, mesh_ranks, several_ranks
+from scaler_triton.core.registry import unwrap
+from scaler_triton.core.step import CARRIED, FOREIGN, READY, OptimizerStep, parameters_of
+from scaler_triton.core.torch_ops import wide_dtype, wide_on
 from scaler_triton.kernels.abi import FAILED, OVERFLOWS
 
 if TYPE_CHECKING:
@@ -41,6 +52,11 @@ _NOT_HELD = (
     "No optimizer holds any of `parameters`, no gradient clipping will occur. Were they taken before FSDP replaced "
     "the model's?"
 )
+_FOREIGN = (
+    "an optimizer whose stage is {!r}, which is not torch's, cannot be clipped here: call unscale_, then "
+    "torch.nn.utils.clip_grad_norm_"
+)
+_UNSCALING = ("unscale_", "_unscale_grads_")  # methods that subclasses may override
 _FAILURE = 2.0**20  # what a rank that failed adds to the number of set flags
 # torch's message.
 _NONFINITE = (
@@ -75,7 +91,7 @@ def clip_grad_norm_(
     order = policy.check_number("norm_type", math.inf if str(norm_type) == "inf" else norm_type)
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
-    is_ours = {getattr(each, "__func__", None) for each in (scaler.unscale_, scaler._unscale_grads_)} <= OUR_METHODS
+    is_ours = overrides(scaler).isdisjoint(_UNSCALING)
     at_once = chosen is None and order == 2.0 and is_ours and _squares_fit(scaler)
     request = Request(bound, order, error_if_nonfinite, chosen, at_once)
     clip = _clip_scaled if scaler._enabled else _clip_unscaled
@@ -87,9 +103,20 @@ def clip_grad_norm_(
 
 def _squares_fit(scaler: GradScaler) -> bool:
     """Return whether gradients may be squared before they are unscaled: in fp32 that would overflow too early."""
-    if scaler._ours.guard is not None or not scaler._enabled:
-        return True
-    return torch_ops.wide_dtype(torch.device(scaler._device)) is torch.float64
+    return not (scaler._enabled and scaler._ours.scales) or wide_dtype(torch.device(scaler._device)) is torch.float64
+
+
+@dataclass(slots=True)
+class _Part:
+    """One of the optimizers that share a norm."""
+
+    optimizer: Any
+    step: OptimizerStep
+    plan: GradPlan
+    parameters: Sequence[Tensor]
+    replicas: Sequence[int]  # how many ranks hold each parameter's shard
+    flag: Any = None
+    batches: Sequence[Batch] = ()
 
 
 def _clip_scaled(
@@ -98,11 +125,15 @@ def _clip_scaled(
     """Unscale and clip; return the norm, and whether it must raise, so that nothing was clipped."""
     tell_others = partial(_fail_together, scaler, optimizers, request)
     parts, peers = _open(scaler, optimizers, request, model, tell_others)
+    checks, scale = scaler._ours.checks, scaler._scale
     try:
         if request.at_once:
+            looks = scaler._ours.looks_with_norm(parts[0].step, scale, model)
             for part in parts:
                 part.step.outcome = None
-            read: Any = check.norm_totals(scaler, parts, peers)
+                part.flag = checks.new_flag(part.step, scale)
+                given = part.plan, part.parameters, part.step, scale, part.flag, peers
+                part.batches = checks.look(looks, *given, sums_partial=True)
         else:
             read = _unscale_and_read(scaler, parts, request)
     except Exception:  # the other ranks wait in the norm's reduction
@@ -110,60 +141,75 @@ def _clip_scaled(
         raise
     try:
         if request.at_once:
-            norm, refused = _clip_at_once(scaler, parts, peers, request, read)
+            norm, refused = _clip_at_once(scaler, parts, looks, peers, request)
         else:
             norm, bad, refused = _clip_by_terms_(read, peers, request)
             for part in parts if len(parts) > 1 or peers is not None else ():
                 _take_flag(scaler, part, bad, peers)
     except BaseException:  # gradients are half written
         for part in parts:
-            check.step_failed(scaler, part.step)
+            failures.spend(checks, part.step, scale.device)
         raise
     finally:
         for part in parts if len(parts) > 1 else ():
             part.step.notes["clipped"] = [each.step for each in parts]
-    scaler._ours.steps.unfinished = True
+    checks.steps.unfinished = True
     return norm, refused
 
 
 def _open(
-    scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None, tell_others: check.TellOthers
-) -> tuple[list[Part], Ranks | None]:
-    """Return the steps to be clipped, and the ranks that share their norm; an error is reported to these."""
+    scaler: GradScaler,
+    optimizers: list[Any],
+    request: Request,
+    model: nn.Module | None,
+    tell_others: Callable[[], None],
+) -> tuple[list[_Part], Ranks | None]:
+    """Return the steps to be clipped, and the ranks that share their norm; an error is told to these."""
+    ours = scaler._ours
     if scaler._scale is None or scaler._growth_tracker is None:
-        check.require_scale(scaler, "clip_grad_norm_", optimizers, tell_others)
-    steps = [scaler._ours.steps.open(each) for each in optimizers]
-    if scaler._ours.guard is not None and request.chosen is None:
-        scaler._begin_check(steps)  # type: ignore[attr-defined]
+        ours.require_scale(scaler, "clip_grad_norm_", optimizers, tell_others)
+    checks = ours.checks
+    steps = [checks.steps.open(each) for each in optimizers]
+    if request.chosen is None:
+        ours.begin_check(scaler, steps)
     for step in steps:
+        if step.phase is FOREIGN:
+            raise RuntimeError(_FOREIGN.format(step["stage"]))
         step.require_unscalable(_UNSCALES_TOO, _LATE, again=request.chosen is not None)
     try:
         for step in steps:
-            check.open_window(scaler, step)
-        known = [scaler._ours.steps.plan(step, each) for step, each in zip(steps, optimizers, strict=True)]
+            checks.looks(step, scaler._scale, divide=True)  # they may prepare what later ones rely on, on every rank
+        home = scaler._scale.device
+        known = [checks.plan(step, each, home) for step, each in zip(steps, optimizers, strict=True)]
         plans, parameters = zip(*known, strict=True)
-        peers = check.peers_of(scaler, plans[0], parameters_of(*optimizers), *plans[1:])
-        replicas = [check.replicas_in(plan, held, peers, model) for plan, held in known]
+        peers = checks.peers_of(plans[0], parameters_of(*optimizers), scaler.process_group, *plans[1:])
+        replicas = [replicas_in(plan, held, peers, model) for plan, held in known]
     except ValueError:  # a wrong argument raises on all ranks
         raise
     except Exception:
         tell_others()
         raise
-    return list(map(Part, optimizers, steps, plans, parameters, replicas)), peers
+    return list(map(_Part, optimizers, steps, plans, parameters, replicas)), peers
 
 
 def _clip_at_once(
-    scaler: GradScaler, parts: list[Part], peers: Ranks | None, request: Request, totals: Tensor
+    scaler: GradScaler, parts: list[_Part], looks: Sequence[Look], peers: Ranks | None, request: Request
 ) -> tuple[Tensor, bool]:
-    """Clip by the 2-norm of the checking pass, whose totals these are; return as `_clip_scaled` does."""
-    scale = scaler._scale
-    check.agree_on_norm(scaler, parts, totals, peers)
+    """Clip by the 2-norm of the pass that checked; return as `_clip_scaled` does."""
+    scale, checks, group = scaler._scale, scaler._ours.checks, scaler.process_group
+    flags = [part.flag for part in parts]
+    if peers is not None:
+        agree(flags, looks, scale, peers)
+    for look in looks:
+        look.judge(flags, peers)
+    totals = looks[-1].totals
+    assert totals is not None
     refused = request.error_if_nonfinite and not math.isfinite(torch_ops.norm_of(totals).item())
     for part in parts:
         if peers is not None:
             if refused:
-                part.flag.read_sums(totals)
-        elif len(parts) > 1 and check.has_flag(scaler, part.flags, peers):
+                read_sums(part.flag, totals)
+        elif len(parts) > 1 and checks.has_flag(part.flag, peers, group):
             part.flag.share(totals[OVERFLOWS])
     if refused:
         totals[OVERFLOWS] = 1.0  # nothing is clipped then
@@ -174,22 +220,22 @@ def _clip_at_once(
         for batch in part.batches:
             device = batch.layout.device
             here = device == totals.device
-            local = totals if here else torch_ops.wide_on(device, totals, non_blocking=device.type != "cpu")
+            local = totals if here else wide_on(device, totals, non_blocking=device.type != "cpu")
             number = fp32_on(device, scale)
             status = unwritten if here else None
             got, wrote = passes.clip_batch_(batch, number, local, request.max_norm, status, size)
             norm, unwritten = got if here else norm, None if wrote else unwritten
         if unwritten is not None:
-            part.flag.read_sums(totals)
-        part.step.checked(part.flag, check.flags_on(scaler, part.flag, part.flags, part.plan, peers), divided=True)
+            read_sums(part.flag, totals)
+        part.step.checked(part.flag, checks.flags_for(part.flag, part.plan, peers, group, summed=True), divided=True)
     return torch_ops.norm_of(totals) if norm is None else norm, refused
 
 
-def _unscale_and_read(scaler: GradScaler, parts: list[Part], request: Request) -> tuple[list[Tensor], Tensor]:
+def _unscale_and_read(scaler: GradScaler, parts: list[_Part], request: Request) -> tuple[list[Tensor], Tensor]:
     """Unscale the optimizers one by one, then return the `_terms_of` the chosen gradients."""
     ready = [part for part in parts if part.step.phase in (READY, CARRIED)]
     for part in ready:  # every gradient is validated before the first is written
-        part.plan.collect(part.parameters, allow_fp16=scaler._ours.allow_fp16)
+        part.plan.collect(part.parameters, allow_fp16=scaler._ours.checks.allow_fp16)
     for part in ready:
         scaler.unscale_(part.optimizer)
     flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), scaler._scale.device)
@@ -202,7 +248,7 @@ def _clip_unscaled(
 ) -> tuple[Tensor, bool]:
     """Clip as torch does, for a disabled scaler; if it is sharded, or ranks hold shards, over all ranks."""
     group, parameters = scaler.process_group, parameters_of(*optimizers)
-    shared = scaler._ours.sharded or group is not None or any(map(gradients.is_fsdp1, parameters))
+    shared = scaler._ours.checks.sharded or group is not None or any(map(gradients.is_fsdp1, parameters))
     across_ranks = shared and several_ranks()
     # torch's norm is right only if this rank holds whole gradients.
     if not across_ranks and all(each is None for each in map(gradients.dtensor_spec, parameters)):
@@ -216,40 +262,40 @@ def _clip_unscaled(
     return norm, refused
 
 
-def _take_flag(scaler: GradScaler, part: Part, bad: Tensor, peers: Ranks | None) -> None:
+def _take_flag(scaler: GradScaler, part: _Part, bad: Tensor, peers: Ranks | None) -> None:
     """Replace an optimizer's flag on every device by that of all that are clipped together, set if `bad` is not 0."""
-    step = part.step
-    flag, flags = step.own_flag() if scaler._ours.steps.exposed else step.flag, step["found_inf_per_device"]
-    if flag is not None and check.has_flag(scaler, flags, peers):
+    step, checks, group = part.step, scaler._ours.checks, scaler.process_group
+    flag, flags = step.own_flag() if checks.steps.exposed else step.flag, step["found_inf_per_device"]
+    if flag is not None and checks.has_flag(flag, peers, group):
         flag.share(bad)
         flag.status[FAILED].clamp_(min=bad >= _FAILURE)
-        step["found_inf_per_device"] = check.flags_on(scaler, flag, flags, part.plan, peers)
+        step["found_inf_per_device"] = checks.flags_for(flag, part.plan, peers, group, summed=True)
     else:
         step["found_inf_per_device"] = {device: (bad != 0).float().to(device, copy=True) for device in flags}
 
 
 def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) -> None:
     """After an error skip the steps, and join the reductions of checks and norm in which the other ranks wait."""
-    peers = check.ranks_that_wait(scaler, optimizers)
+    ours, checks, group = scaler._ours, scaler._ours.checks, scaler.process_group
+    peers = ours.ranks_that_wait(scaler, optimizers)
     if peers is None:
         return
-    steps = [scaler._ours.steps.open(each) for each in optimizers]
+    steps, device = [checks.steps.open(each) for each in optimizers], scaler._scale.device
     with suppress(Exception):  # here and below: the caller is raising already, and the others wait
         for step, optimizer in zip(steps, optimizers, strict=True):
             if not request.at_once and step.phase in (READY, CARRIED):
-                check.fail(scaler, step, optimizer)
+                failures.fail(checks, step, optimizer, device, group)
     with suppress(Exception):
         chosen = request.chosen
         gradients.reduce_(each for each in parameters_of(*optimizers) if chosen is None or id(each) in chosen)
     with suppress(Exception):
         for step in steps:
-            check.step_failed(scaler, step)
+            failures.spend(checks, step, device)
     with suppress(Exception):
-        device = scaler._scale.device
         if request.at_once:
-            report_failure(peers, device, by_norm=True, measures=scaler._ours.steps.measures)
+            tell_failure(peers, device, checks.n_sums or 0)
         else:
-            values = torch.tensor([0.0, 1.0, _FAILURE], dtype=torch_ops.wide_dtype(device), device=device)
+            values = torch.tensor([0.0, 1.0, _FAILURE], dtype=wide_dtype(device), device=device)
             peers.reduce_(values, "MAX" if request.norm_type == math.inf else "SUM")
 
 
@@ -262,7 +308,7 @@ def _terms_of(
     The terms are fp64, [3], on the device of the flag (fp32, `()`), fp32 if that has no fp64; `replicas` says how many
     ranks hold each parameter.
     """
-    order, grads, wide = request.norm_type, [], torch_ops.wide_dtype(flag.device)
+    order, grads, wide = request.norm_type, [], wide_dtype(flag.device)
     norms, weights = [torch.zeros((), dtype=wide, device=flag.device)], [1.0]
     for parameter, count in zip(parameters, replicas, strict=True):
         if parameter.grad is None or (request.chosen is not None and id(parameter) not in request.chosen):
@@ -274,8 +320,8 @@ def _terms_of(
         if gradients.is_dtensor(parameter) and gradients.is_dtensor(parameter.grad):
             count = count * gradients.num_shards(parameter) // gradients.num_shards(parameter.grad)
         if local.numel():
-            norm = torch.linalg.vector_norm(local, order, dtype=torch_ops.wide_dtype(local.device))
-            norms.append(torch_ops.wide_on(flag.device, norm))
+            norm = torch.linalg.vector_norm(local, order, dtype=wide_dtype(local.device))
+            norms.append(wide_on(flag.device, norm))
             weights.append(1.0 / count)
     if order == math.inf:
         term = torch.stack(norms).amax()

@@ -10,47 +10,42 @@ import inspect
 import sys
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from scaler_triton.core.check import OUR_METHODS, check
-from scaler_triton.core.dispatch import stacklevel, stream_of
+from scaler_triton.core.dispatch import stacklevel
 from scaler_triton.core.flag import any_flag
 from scaler_triton.core.step import UNSCALED, OptimizerStep
-from scaler_triton.report.streak import LOOKS, look
-
-if TYPE_CHECKING:
-    from scaler_triton.grad_scaler import GradScaler
 
 _CPU = torch.device("cpu")
 _torchs: Any = sys.modules["torch.optim.optimizer"]  # `torch.optim.optimizer` is shadowed
 
 
-def check_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
-    """Check the gradients of a step whose optimizer will divide them; a guard's are unscaled: it need not."""
-    divide = scaler._ours.guard is not None
-    if _takes_scaler(step, optimizer):
-        if hasattr(optimizer, "param_groups"):  # older containers lack them
-            check(scaler, step, optimizer, divide=divide, by_step=True)
-    elif getattr(scaler._check_inf_per_device, "__func__", None) not in OUR_METHODS:
-        scaler._check_inf_per_device(optimizer)
-    else:
-        check(scaler, step, optimizer, divide=divide, by_step=True)
+def step_fused(
+    step: OptimizerStep,
+    optimizer: Any,
+    scale: Tensor,
+    exposed: bool,
+    stream: Callable[[], int | None],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Call the step of an optimizer whose gradients are checked, without a host wait.
 
-
-def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Call the step of an optimizer whose gradients are checked, without a host wait."""
-    if step.steps_taken & LOOKS == LOOKS:
-        look(scaler)
-    if _takes_scaler(step, optimizer):
-        return _step_by_argument(scaler, step, optimizer, args, kwargs)
+    Args:
+        step: the optimizer's; `outcome` is written, and the flag's reader.
+        optimizer: divides its gradients, unless they are UNSCALED, and skips by the flag.
+        scale: one element, read by the optimizer.
+        exposed: whether other code may have written the flag.
+        stream: returns the handle of the current stream; None where no kernel updates the scale.
+        args, kwargs: for the optimizer's step.
+    """
     divides = step.phase is not UNSCALED  # by its own kernels
-    scale: Any = scaler._get_scale_async()
-    exposed = scaler._ours.steps.exposed
     flag, flags = step.own_flag() if exposed else step.flag, step["found_inf_per_device"]
     # Other code may have written it, such as a sum over ranks: make it 0 or 1 again.
     found_inf = any_flag(flags.values(), scale.device) if flag is None or exposed else flag.found_inf
@@ -59,17 +54,16 @@ def step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: An
         remove_scale(optimizer, inner)
         step.outcome = True if flag is None else flag
         return None
-    updater = scaler._ours.updater
     if flag is not None:
-        flag.reader = stream_of(scale, scaler._ours.steps.requested)() if updater is None else updater.stream()
+        flag.reader = stream()
     on_host = not scale.is_cpu and _CPU in flags
     factor = (scale.reshape(()) if scale.ndim else scale) if divides else None
     step.outcome = found_inf if flag is None else flag  # hooks of the optimizer may ask for it
     return _step_with_scale(optimizer, inner, factor, found_inf, on_host, args, kwargs)
 
 
-def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Step an older optimizer, which gets the scaler itself and asks it for the flag of the check made here."""
+def step_by_argument(scaler: Any, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Step an older optimizer, which gets the `scaler` itself and asks it for the flag of the check that was made."""
     warnings.warn(
         "GradScaler is going to stop passing itself as a keyword argument to the passed "
         "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
@@ -83,15 +77,15 @@ def _step_by_argument(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
     return result
 
 
-def _takes_scaler(step: OptimizerStep, optimizer: Any) -> bool:
+def takes_scaler(step: OptimizerStep, optimizer: Any) -> bool:
     """Return whether the optimizer's `step` takes the scaler as an argument, as older ones do."""
     function = getattr(optimizer.step, "__func__", optimizer.step)
-    known, takes_scaler = step.notes.get("function", (_nothing, False))
+    known, takes_it = step.notes.get("function", (_nothing, False))
     if known() is not function:
-        takes_scaler = "grad_scaler" in inspect.signature(function).parameters
+        takes_it = "grad_scaler" in inspect.signature(function).parameters
         with suppress(TypeError):  # no weak references to it: it is inspected in each step
-            step.notes["function"] = weakref.ref(function), takes_scaler  # it may hold the optimizer
-    return bool(takes_scaler)
+            step.notes["function"] = weakref.ref(function), takes_it  # it may hold the optimizer
+    return bool(takes_it)
 
 
 def _nothing() -> None:

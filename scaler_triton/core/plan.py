@@ -24,7 +24,6 @@ from scaler_triton.core.torch_ops import is_plain
 if TYPE_CHECKING:
     from scaler_triton.core.ranks import Ranks
     from scaler_triton.kernels.table import GradTable
-    from scaler_triton.report.overflow import Marks
 
 Matcher = Callable[..., bool]  # returns whether tensors have the form of those it was made from
 
@@ -45,21 +44,20 @@ class LayoutKey(NamedTuple):
 
 
 class Layout:
-    """The part of a batch that is kept between steps: a slot for each tensor, and what its passes use."""
+    """The part of a batch that is kept between steps: a slot for each tensor, and what its passes use.
 
-    def __init__(self, key: LayoutKey) -> None:
-        self.key, self.device = key, key.device
+    `skip_count` returns the number of skipped updates, int32, one element, on the device, by which kernels tell one
+    overflow from another; None: they do not.
+    """
+
+    def __init__(self, key: LayoutKey, skip_count: Callable[[], Tensor] | None = None) -> None:
+        self.key, self.device, self.skip_count = key, key.device, skip_count
         # For each slot: its number of elements, and its parameter's index in the optimizer.
         self.numels: list[int] = []
         self.positions: list[int] = []
         self.backend: Backend | None = None  # None: not chosen yet
-        self.clips: Backend | None = None  # the same, for norms and clipping
         self.tables: dict[str, GradTable] = {}  # for kernels, by pass
-        # Whether Python finds the marks of what torch's ops check; subclasses may lack the ops for that.
-        self.marked_on_host = key.plain and self.device.type == "cpu"
-        self.counters: Tensor | None = None  # of the scaler, on the device; None: kernels leave no marks
-        self.generation: Tensor | None = None  # the skip count among them, with which kernels mark
-        self.weights: tuple[Any, list[float] | None] | None = None  # replica counts, and each slot's weight in a norm
+        self.notes: dict[str, Any] = {}  # what rooms keep with it
 
 
 class Batch(NamedTuple):
@@ -83,19 +81,32 @@ class GradPlan:
     on is compared for each gradient all the same.
     """
 
-    marks: Marks  # of overflows; set by the registry that makes the plan
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        requested: str,
+        task: Task = "unscaling",
+        home: torch.device | None = None,
+        skip_count: Callable[[], Tensor] | None = None,
+    ) -> None:
+        """Make the plan.
 
-    def __init__(self, parameters: Sequence[Tensor], requested: str, *, measures: bool = False) -> None:
+        Args:
+            parameters: of the optimizer.
+            requested: the backend, and for which `task` of `dispatch.choose`.
+            home: the scale's device, on which `skip_count` (as of a `Layout`) is.
+        """
         for parameter in parameters:
             if not isinstance(parameter, Tensor):
                 raise AssertionError(f"expected param to be torch.Tensor, got {type(parameter).__name__}")
         self.ids = list(map(id, parameters))
-        self.requested, self.measures = requested, measures
+        self.requested, self.task, self.home, self._skip_count = requested, task, home, skip_count
         self.is_distributed = any(map(gradients.is_distributed, parameters))
         # What other modules compute from the parameters, each with what it was computed from.
         self.peers: tuple[Any, Ranks | None] | None = None  # the ranks that must agree
-        self.replicas: tuple[Any, list[int]] | None = None  # how many ranks hold each parameter's shard
-        self.written = False  # whether the last pass began to write the gradients
+        self.notes: dict[str, Any] = {}  # what rooms keep with it
+        # Devices where kernels have served sparse or Partial gradients, whose layouts are made anew in each step.
+        self.irregular: set[torch.device] = set()
         self.dtensors = [index for index, each in enumerate(parameters) if gradients.is_dtensor(each)]
         self.first_spec = self.spec_of_first(parameters)
         overrides = not all(is_plain(each) or each.__torch_function__ is _NO_OVERRIDE for each in parameters)
@@ -146,7 +157,8 @@ class GradPlan:
                 known = known and layout.backend is not None  # all of it was missing at the choice, or that raised
         if not known:
             batches += others
-            choose_backends(batches, self.requested, measures=self.measures)
+            choose_backends(batches, self.requested, self.task)
+            self.irregular |= {batch.layout.device for batch in others if batch.layout.backend == "triton"}
         return batches
 
     def _known_shards(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -233,6 +245,14 @@ class GradPlan:
                 self.grad_shards[index] = shards
         return partials
 
+    def is_elsewhere(self, parameters: Sequence[Tensor], home: torch.device) -> bool:
+        """Return whether the parameters or the scale were moved since the plan was made."""
+        return (
+            (bool(parameters) and parameters[0].device != self.first_device)
+            or home != self.home
+            or (bool(self.dtensors) and self.spec_of_first(parameters) != self.first_spec)
+        )
+
     def spec_of_first(self, parameters: Sequence[Tensor]) -> Any:
         """Return the DTensorSpec of the first parameter that is a DTensor; None if there is none, or no such name."""
         return getattr(parameters[self.dtensors[0]], gradients.SPEC, None) if self.dtensors else None
@@ -242,6 +262,9 @@ class GradPlan:
         devices = dict.fromkeys(parameter.device for parameter in parameters)
         slots = [(index, form.key, form.shape.numel()) for index, form in enumerate(forms) if form is not None]
         self.layouts: list[Layout] = _layouts_of(slots)
+        for layout in self.layouts:
+            if layout.device == self.home:  # kernels cannot read another GPU's memory
+                layout.skip_count = self._skip_count
         self.devices = [device for device in devices if device.type != "meta"]  # each needs a flag, which can be read
         self.first_device = next(iter(devices), None)
         self._forms = forms
@@ -300,16 +323,12 @@ def group(tensors: Mapping[int, Tensor]) -> list[Batch]:
     return batches
 
 
-def choose_backends(batches: Sequence[Batch], requested: str, *, clips: bool = False, measures: bool = False) -> None:
-    """Choose the backends of all layouts, with `clips` those of clipping, too: a kernel must fail before a write."""
+def choose_backends(batches: Sequence[Batch], requested: str, task: Task = "unscaling") -> None:
+    """Choose the backends of all layouts: a kernel must fail before a write."""
     for batch in batches:
         layout, key = batch.layout, batch.layout.key
         if layout.backend is None:  # tensor subclasses implement torch's ops themselves, kernels take one span each
-            task: Task = "measuring" if measures else "unscaling"
             layout.backend = choose(key.device, key.dtype, requested, task=task) if key.dense else "torch"
-        if clips and layout.clips is None:
-            on_torch = layout.backend == "torch"
-            layout.clips = "torch" if on_torch else choose(key.device, key.dtype, requested, task="clipping")
 
 
 def _row(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

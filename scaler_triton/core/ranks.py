@@ -1,6 +1,6 @@
 """Finds the ranks that must agree on a step, from process groups and parameters, never from gradients.
 
-It also runs their collectives, and counts how many of them hold the same shard of a parameter.
+It also runs their collectives.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from scaler_triton.core.dispatch import stacklevel
-from scaler_triton.core.gradients import dtensor_spec, is_fsdp1, num_shards
+from scaler_triton.core.gradients import dtensor_spec, is_fsdp1
 from scaler_triton.core.meeting import meet
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-    from scaler_triton.core.check import Ours
 
 # Whether a GradScaler that finds FSDP1 parameters raises instead of warning: set by `patch_torch(strict=True)`.
 strict = False
@@ -57,29 +55,25 @@ class Ranks:
                 values.copy_(carrier)
 
 
-def find(ours: Ours, parameters: Sequence[Tensor], process_group: Any) -> Ranks | None:
-    """Return the ranks that must agree on a scaler's optimizer of these parameters, None if no other rank must."""
-    if ours.guard is not None and not is_in_a_group(process_group):
-        return None
-    if ours.sharded or process_group is not None:
-        return group_ranks(parameters, process_group)
+def ranks_of_meshes(parameters: Sequence[Tensor], warned: set[str]) -> Ranks | None:
+    """Return the ranks of the parameters' meshes, None if no other rank must agree; warn of FSDP1 without a group."""
     if several_ranks() and any(map(is_fsdp1, parameters)):
         if strict:
             raise RuntimeError(_ON_FSDP1)
-        _warn_once(ours, _ON_FSDP1)
+        _warn_once(warned, _ON_FSDP1)
     return mesh_ranks(parameters)
 
 
-def warn_if_apart(ours: Ours, mine: Ranks | None, others: Iterable[Ranks | None]) -> None:
+def warn_if_apart(warned: set[str], mine: Ranks | None, others: Iterable[Ranks | None]) -> None:
     """Warn once if another optimizer's flag is reduced over other ranks: all optimizers share one scale."""
     for theirs in others:
         if mine is not None and theirs is not None and theirs.ranks != mine.ranks:
-            _warn_once(ours, _APART, list(theirs.ranks), list(mine.ranks))
+            _warn_once(warned, _APART, list(theirs.ranks), list(mine.ranks))
 
 
-def _warn_once(ours: Ours, text: str, *named: list[int]) -> None:
-    if text not in ours.warned:
-        ours.warned.add(text)
+def _warn_once(warned: set[str], text: str, *named: list[int]) -> None:
+    if text not in warned:
+        warned.add(text)
         warnings.warn(text.format(*named), UserWarning, stacklevel=stacklevel())
 
 
@@ -146,72 +140,6 @@ def _common_root(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
             "so which ranks must agree cannot be told from one of them"
         )
     return min(widest, key=lambda root: root.ndim)  # fewest reductions
-
-
-def replicas_of(
-    parameters: Sequence[Tensor], peers: Ranks | None, model: nn.Module | None, *, guess: bool = False
-) -> list[int]:
-    """Return for each parameter how many of these ranks hold the same shard of it as this rank: a norm counts it once.
-
-    A DTensor's placements give the number of shards; ranks outside its mesh are taken to hold copies. An FSDP1
-    parameter looks the same sharded or not, but its FSDP module in `model` knows, also how tensor parallelism had
-    sharded it before; without a model, to `guess` is to take it to be sharded over all ranks. Any other parameter is
-    taken to be replicated on all ranks, as under DDP.
-    """
-    count = 1 if peers is None else len(peers.ranks)
-    on_fsdp1 = several_ranks() and any(map(is_fsdp1, parameters))
-    known = _fsdp1_shards(model) if on_fsdp1 and model is not None else {}
-    replicas = []
-    for index, parameter in enumerate(parameters):
-        spec, shards = dtensor_spec(parameter), 1
-        if spec is not None:
-            shards = num_shards(spec)
-        elif on_fsdp1 and is_fsdp1(parameter):
-            shards = count if guess else known.get(id(parameter), 0)
-            if not shards:
-                raise ValueError(
-                    f"model must be the module that holds the FullyShardedDataParallel modules, which alone know how "
-                    f"parameter {index} is sharded, got {type(model).__name__}"
-                )
-            if shards > count:
-                raise ValueError(
-                    f"process_group is needed: parameter {index} is FullyShardedDataParallel's, cut into {shards} "
-                    f"pieces, and the norm would be that of {count}; use scaler_triton.ShardedGradScaler, or pass "
-                    "process_group="
-                )
-        replicas.append(max(1, count // shards))
-    return replicas
-
-
-def _fsdp1_shards(model: nn.Module) -> dict[int, int]:
-    """Return the number of shards of each FSDP1 parameter of `model`, by its id."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-
-    shards: dict[int, int] = {}
-    for module in FullyShardedDataParallel.fsdp_modules(model):  # outer ones first, so that the innermost counts
-        whole = module.sharding_strategy is ShardingStrategy.NO_SHARD
-        size = 1 if whole else dist.get_world_size(module.process_group)
-        shards.update({id(parameter): size for parameter in module.parameters()})
-        shards.update({key: size * before for key, before in _shards_before_fsdp1(module).items()})
-    return shards
-
-
-def _shards_before_fsdp1(module: Any) -> dict[int, int]:
-    """Return the number of shards that tensor parallelism made of an FSDP1 module's own parameters, by their ids."""
-    try:
-        flat = module._handle.flat_param
-        specs, originals = flat._param_extensions, flat._params
-    except AttributeError:  # it has no parameters of its own, or this torch has no such attributes
-        return {}
-    before = [1 if spec is None else num_shards(spec) for spec in specs]  # None for what was no DTensor
-    if originals is not None:  # use_orig_params=True
-        return {id(parameter): shards for parameter, shards in zip(originals, before, strict=True)}
-    if len(set(before)) > 1:
-        raise ValueError(
-            "model must be FullyShardedDataParallel with use_orig_params=True, got flat parameters that hold what "
-            "tensor parallelism cut beside what it did not"
-        )
-    return {id(flat): before[0]}
 
 
 def default_group() -> ProcessGroup | None:

@@ -8,7 +8,6 @@ the same device; `found_inf` is written only to become 1.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,14 +15,9 @@ import torch
 from torch import Tensor
 
 from scaler_triton.core.dispatch import refuse_capture, sync_allowed
-from scaler_triton.kernels.abi import LARGEST, SEEN, SMALLEST_NORMAL, SQUARES, SUBNORMAL, ZEROS
 
 # Tells autograd of writes to a sequence of tensors; this is what torch's Python calls.
 increment_version: Any = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
-
-_ROW, _BLOCK = 2048, 256  # elements of a row, rows of a block
-_SMALLEST = 2.0**-126  # normal number of fp32
-_LOW_SQUARE = 2.0**-120  # if the mean of the squares is below this, some of them may have become 0
 
 
 @functools.cache
@@ -72,115 +66,6 @@ def check(tensors: Sequence[Any], found_inf: Tensor) -> None:
         unscale_(tensors, constants(found_inf, torch.float32, 1.0), found_inf)
 
 
-def sum_of_squares(tensors: Sequence[Tensor], found_inf: Tensor, weights: Sequence[float] | None) -> Tensor:
-    """Return `sum(weight * (tensor.double() ** 2).sum())`, and set `found_inf` to 1 if a tensor holds NaN or Inf.
-
-    torch rounds norms to the gradients' dtype, and on the CPU fp32 sums of millions of squares drift: this sums in fp64
-    without a host wait; on the CPU only the squares of each row of `_ROW` elements are summed in fp32, with a relative
-    error below 1e-6. `weights` holds one for each tensor; None: 1 for all.
-    """
-    if type(found_inf) is type(tensors[0]) is Tensor and found_inf.is_cpu and tensors[0].dtype is not torch.float64:
-        total = _sum_by_rows(tensors, weights)
-        # In fp32, large squares are infinite and small ones 0: both are summed again, and so are NaN and Inf.
-        if sum(map(Tensor.numel, tensors)) * _LOW_SQUARE <= total.item() < math.inf:
-            return total
-    norms = torch._foreach_norm(list(tensors), 2, torch.float64)
-    squares = torch._foreach_mul(norms, norms)
-    if tensors[0].dtype is torch.float64 or not is_plain(tensors[0]):  # fp64 squares overflow where all is finite
-        check(tensors, found_inf)
-    else:
-        found_inf.masked_fill_(~torch.stack(squares).isfinite().all(), 1.0)
-    if weights is not None:
-        torch._foreach_mul_(squares, list(weights))  # as numbers: a copy to the device could not be captured
-    return torch.stack(squares).sum()
-
-
-def sum_of_squares_in_fp32(
-    tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, weights: Sequence[float] | None
-) -> Tensor:
-    """Do what `sum_of_squares` does, of `tensor * inv_scale` and in fp32, for a device without fp64."""
-    check(tensors, found_inf)  # the squares of large gradients are infinite
-    norms = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float32)) * inv_scale.reshape(())
-    squares = norms.square()
-    if weights is not None:
-        squares = torch.stack(torch._foreach_mul(squares.unbind(), list(weights)))
-    return squares.sum()
-
-
-def _sum_by_rows(tensors: Sequence[Tensor], weights: Sequence[float] | None) -> Tensor:
-    short, rows, row_weights = [], [], []
-    wide: Tensor | None = None  # fits the cache, as what is converted at once does not
-    for position, tensor in enumerate(tensors):
-        numel, rest = tensor.numel(), tensor.numel() % _ROW
-        if numel > rest:
-            flat = tensor.reshape(-1)
-            whole = flat[: numel - rest].view(-1, _ROW)
-            if tensor.dtype is torch.float32:
-                rows.append(torch.linalg.vector_norm(whole, dim=1))
-            else:
-                wide = torch.empty(_BLOCK, _ROW, dtype=torch.float32, device="cpu") if wide is None else wide
-                for block in whole.split(_BLOCK):  # type: ignore[no-untyped-call]
-                    rows.append(torch.linalg.vector_norm(wide[: len(block)].copy_(block), dim=1))
-            tensor = flat[numel - rest :]
-            if weights is not None:
-                row_weights += [weights[position]] * (numel // _ROW)
-        short.append(tensor)
-    rows.append(torch.stack(torch._foreach_norm(short, 2, torch.float32)))
-    squares = torch.cat(rows).double().square_()
-    if weights is not None:
-        squares.mul_(torch.tensor([*row_weights, *weights], dtype=torch.float64, device="cpu"))
-    return squares.sum()
-
-
-def measure(tensors: Sequence[Tensor], measured: Tensor) -> None:
-    """Add to `measured` (`wide_dtype`, [MEASURED_ROW]) the largest finite value, zeros, fp16 subnormals, all elements.
-
-    largest = max(largest, abs(g) for all g that are finite)
-    zeros, subnormal, seen += (g == 0).sum(), (0 < abs(g) < 2**-14).sum(), g.numel()
-    """
-    for tensor in tensors:
-        if tensor.numel():
-            size = tensor.abs()
-            largest = torch.where(size.isfinite(), size, 0.0).amax().to(measured.dtype)
-            measured[LARGEST] = torch.maximum(measured[LARGEST], largest)
-            zeros = (size == 0).sum()
-            small = (size < SMALLEST_NORMAL).sum() - zeros
-            measured[ZEROS] += zeros
-            measured[SUBNORMAL] += small
-            measured[SEEN] += tensor.numel()
-
-
-def combine_(into: Any, other: Any) -> None:
-    """Add what another pass has measured, on the same device, to `into`."""
-    into[LARGEST] = torch.maximum(into[LARGEST], other[LARGEST])
-    into[ZEROS : SEEN + 1] += other[ZEROS : SEEN + 1]
-
-
-def clip_(tensors: Sequence[Tensor], inv_scale: Tensor, coef: Tensor) -> None:
-    """Multiply every gradient by `inv_scale`, then by `coef`; each product is rounded to the gradients' dtype.
-
-    Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, then `torch._foreach_mul_` by `coef` in fp32 (for
-    fp64 gradients in fp64). On the CPU, where asking does not wait, a factor of 1 writes nothing, and an `inv_scale`
-    that is a power of 2 takes no pass of its own: rounding is the same unless the first product is subnormal.
-    """
-    factors, dtype = [inv_scale, coef], tensors[0].dtype
-    if inv_scale.is_cpu and type(inv_scale) is type(coef) is Tensor:
-        first, second = inv_scale.item(), coef.item()
-        if dtype is not torch.float16 and math.frexp(first)[0] == 0.5 and first * second >= _SMALLEST:
-            factors = [inv_scale * coef]
-        factors = [factor for factor in factors if factor.item() != 1.0]
-    for factor in factors:
-        if dtype in (torch.float32, torch.float64):
-            torch._foreach_mul_(list(tensors), factor.reshape(()).to(dtype))
-        else:  # the same product: `_foreach_mul_` by a tensor of another dtype runs one op per gradient
-            unscale_(tensors, factor.to(torch.float32), torch.zeros_like(inv_scale))
-
-
-def norm_of(totals: Tensor) -> Tensor:
-    """Return the 2-norm, fp32 `()`, from totals (`wide_dtype`, [TOTALS])."""
-    return totals[SQUARES].sqrt().float()
-
-
 def exponent_of(number: Tensor) -> Tensor:
     """Return floor(log2(number)) of positive numbers, fp64 or fp32; at least -127 of fp32."""
     if number.dtype is torch.float64:
@@ -193,11 +78,6 @@ def times_power_of_2(number: Tensor, exponent: Tensor) -> Tensor:
     if number.dtype is torch.float64:
         return torch.ldexp(number, exponent.clamp(-1022, 1023).int())
     return number * ((exponent.clamp(-126, 127).int() + 127) << 23).view(torch.float32)
-
-
-def coefficient(flag: Tensor, norm: Tensor, max_norm: float) -> Tensor:
-    """Return torch's clip coefficient, fp32 `()`: `max_norm / (norm + 1e-6)`, at most 1; 1 if the flag is not 0."""
-    return torch.where(flag != 0, 1.0, (float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
 
 
 def inverse(scale: Tensor) -> Tensor:

@@ -7,13 +7,14 @@
 
 This is `torch._amp_update_scale_` except for >= and the limits. Products are computed in fp64 and rounded once to fp32,
 as in torch. Hysteresis is that of Megatron's `DynamicGradScaler` (megatron/core/optimizer/grad_scaler.py). There are
-three implementations with the same bits: Python for a scale on the CPU, torch's ops, and `kernels/update_scale.py`; the
-last two also have the headroom policy, see `headroom.py`.
+three implementations with the same bits: Python for a scale on the CPU, torch's ops, and `kernels/update_scale.py`. A
+room may set the scale by another rule, of which this one is a part: see `Rule`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +23,15 @@ from torch import Tensor
 
 from scaler_triton.core import policy
 from scaler_triton.core.dispatch import choose_for_scale, kernels, stream_of, sync_allowed
-from scaler_triton.core.flag import Flag, FlagRows, HostCopy, OnDevice, any_flag
-from scaler_triton.core.policy import Limits, no_counters
+from scaler_triton.core.flag import Flag, any_flag
+from scaler_triton.core.memory import HostCopy, OnDevice
+from scaler_triton.core.policy import NO_LIMITS, Limits, no_counters
 from scaler_triton.core.torch_ops import host_memory, increment_version
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import MAX_TRACKER, STREAK, UPDATES
-from scaler_triton.text import count_of
 
 if TYPE_CHECKING:
-    from scaler_triton.core.check import Ours
-    from scaler_triton.grad_scaler import GradScaler
-    from scaler_triton.measuring.headroom import HeadroomRule
+    from scaler_triton.core.check import Checks
 
 _ROUNDS_TO_INF = 2.0**128 - 2.0**103  # the smallest double that fp32 rounds to infinity
 
@@ -85,6 +84,18 @@ class Counters(OnDevice):
         """Write other values."""
         super().set(values)
         self.copy = HostCopy(list(values))  # what was copied before is older
+
+    def skip_count_on(self, device: torch.device) -> Callable[[], Tensor]:
+        """Return a function that returns the number of skips on `device`, int32 [1], which updates write."""
+        return functools.partial(self._skip_count, device)
+
+    def _skip_count(self, device: torch.device) -> Tensor:
+        low_words = self.on(device).view(torch.int32)[::2]
+        return low_words[abi.SKIPPED : abi.SKIPPED + 1]
+
+    def read_skips(self) -> int:
+        """Return the number of skips, waiting for the device."""
+        return int(self.values[abi.SKIPPED])
 
     def read(self) -> list[int]:
         """Return a copy of the values, waiting for the device."""
@@ -139,17 +150,41 @@ class DevicePolicy(OnDevice):
         return self.memory
 
 
-class Updater:
+class Rule:
+    """Another rule for the scale, of which torch's is a part: torch's then moves a number of the rule's own.
+
+    It reads what looks keep with each flag (`FlagRows.extra`), fp64 rows.
+    """
+
+    def row_of(self, checked: Sequence[Any], device: torch.device) -> Tensor:
+        """Return one row, [1, n_extra], on `device`, for all the `checked` steps together."""
+        raise NotImplementedError
+
+    def launch_options(self, rows: Any) -> dict[str, Any]:
+        """Return the arguments with which `bind_update` follows the rule, given such rows."""
+        raise NotImplementedError
+
+    def moved(self, scale: Tensor, bad: Tensor) -> Tensor:
+        """Return what torch's rule is to move: the scale if the update is `bad`, or the rule's own number."""
+        raise NotImplementedError
+
+    def scale_after(self, moved: Tensor, scale: Tensor, row: Tensor, bad: Tensor) -> Tensor:
+        """Return the scale after an update, before it is clamped; `moved` is what torch's rule has made of that."""
+        raise NotImplementedError
+
+
+class _Updater:
     """How a scale and its tracker are updated: by a kernel, by Python (`on_host`) or by torch's ops."""
 
-    def __init__(self, scale: Any, growth_tracker: Any, ours: Ours) -> None:
+    def __init__(self, scale: Any, growth_tracker: Any, ours: Updates) -> None:
         self.scale, self.growth_tracker, self.device = scale, growth_tracker, scale.device
-        self.rows: FlagRows = ours.rows_on(scale.device)
-        self.by_kernel = choose_for_scale(scale, ours.steps.requested) == "triton"
-        self.stream = stream_of(scale, ours.steps.requested)
+        requested = ours.checks.requested
+        self.rows = ours.checks.rows_on(scale.device)
+        self.by_kernel = choose_for_scale(scale, requested) == "triton"
+        self.stream = stream_of(scale, requested)
         # Fake tensors cannot be read.
         on_host = not self.by_kernel and scale.is_cpu and type(scale) is type(growth_tracker) is Tensor
-        self.on_host = on_host and ours.headroom is None
+        self.on_host = on_host and ours.rule is None
         values = ours.counters.values
         self.counters: Any = values if self.on_host and isinstance(values, list) else ours.counters.on(scale.device)
         if self.by_kernel:
@@ -161,65 +196,152 @@ class Updater:
             self.tracker = host_memory(growth_tracker.view(-1))
             self.address = growth_tracker.data_ptr()  # of that memory, which users may replace
 
-    def _launch(self, ours: Ours) -> Any:
+    def serves(self, scale: Tensor, tracker: Tensor, counters: Any) -> bool:
+        """Return whether it was made for these; users may replace all of them, and their memory."""
+        return (
+            self.scale is scale
+            and self.growth_tracker is tracker
+            and self.counters is counters
+            and not (self.on_host and self.address != tracker.data_ptr())
+        )
+
+    def _launch(self, ours: Updates) -> Any:
         """Return the kernel's launch where all flags are the scaler's own; a new scale or tracker changes nothing."""
         before, rows = ours.updater, self.rows
         if before is not None and before.by_kernel and before.rows is rows and before.counters is self.counters:
             return before.launch
-        options = {} if ours.headroom is None else ours.headroom.options(rows.measured)
+        options = {} if ours.rule is None else ours.rule.launch_options(rows.extra)
         tensors = rows.status, rows.last_flags, self.policy.memory, self.counters
         return kernels().update_scale.bind_update(*tensors, clear=True, for_good=True, **options)
 
 
-def update_by_flags(
-    scaler: GradScaler, scale: Tensor, tracker: Tensor, checked: Sequence[Any], captured: bool, *, keep: bool = False
-) -> None:
-    """Update the scale by the flags of the `checked` steps; a kernel also clears those that are the scaler's own.
+class Updates:
+    """The updates of one scaler: its counters and limits, and the memory that they are made in.
 
-    It does not with `keep`, as some are still to be used.
+    Args:
+        counters: those of the scaler.
+        checks: the scaler's, for the rows of its flags.
     """
-    ours = scaler._ours
-    updater, limits, exposed = ours.updater, ours.limits, ours.steps.exposed
-    if (
-        updater is None
-        or updater.scale is not scale
-        or updater.growth_tracker is not tracker
-        or updater.counters is not ours.counters.values
-        or (updater.on_host and updater.address != tracker.data_ptr())
-    ):
-        _check_numbers(scale, tracker)
-        updater = ours.updater = Updater(scale, tracker, ours)
-    numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
-    if updater.on_host:
+
+    def __init__(self, counters: Counters, checks: Checks) -> None:
+        self.counters, self.checks = counters, checks
+        self.limits: Limits = NO_LIMITS
+        self.rule: Rule | None = None  # None: torch's
+        self.lagging = LaggingCounters()
+        self.policies: dict[torch.device, DevicePolicy] = {}
+        self.updater: _Updater | None = None  # of the scale that was updated last
+
+    def by_flags(
+        self,
+        scale: Tensor,
+        tracker: Tensor,
+        checked: Sequence[Any],
+        numbers: Numbers,
+        *,
+        captured: bool = False,
+        keep: bool = False,
+    ) -> None:
+        """Update the scale by the flags of the `checked` steps; a kernel also clears those that are the scaler's own.
+
+        Args:
+            scale, tracker: torch's; written.
+            checked: steps with flags, or dicts of torch's.
+            numbers: growth factor, backoff factor, growth interval.
+            captured: whether the update is recorded into a graph.
+            keep: clear no flag, as some are still to be used.
+        """
+        updater = self.updater
+        if updater is None or not updater.serves(scale, tracker, self.counters.values):
+            _check_numbers(scale, tracker)
+            updater = self.updater = _Updater(scale, tracker, self)
+        flags = [_own_flag(step) for step in checked]
+        if updater.on_host:
+            self._on_host(updater, scale, checked, flags, numbers)
+        elif updater.by_kernel and not keep and all(flag is not None and flag.rows is updater.rows for flag in flags):
+            self._by_kernel(updater, scale, tracker, flags, numbers, captured)
+        else:
+            self._by_any_flag(updater, scale, tracker, checked, numbers)
+
+    def _on_host(
+        self, updater: Any, scale: Tensor, checked: Sequence[Any], flags: Sequence[Flag | None], numbers: Numbers
+    ) -> None:
         found_inf = False
-        for step in checked:
-            flag: Any = step.flag if not exposed else _own_flag(step)
-            if flag is not None:
-                found_inf |= flag.is_set()
-            else:
-                found_inf |= any(each.item() != 0.0 for each in step["found_inf_per_device"].values())
-        update_on_host_(scale, updater.tracker, found_inf, numbers, limits, updater.counted)
-        return
-    if updater.by_kernel and updater.policy.held != (numbers, limits):
-        updater.policy.hold(numbers, limits)
-    mask = 0
-    for step in checked:
-        flag = step.flag if not exposed else _own_flag(step)
-        if keep or not updater.by_kernel or flag is None or flag.rows is not updater.rows:
-            _update_by_any_flag(ours, scale, tracker, checked, numbers)
+        for step, flag in zip(checked, flags, strict=True):
+            found_inf |= flag.is_set() if flag is not None else _is_any_set(step["found_inf_per_device"])
+        update_on_host_(scale, updater.tracker, found_inf, numbers, self.limits, updater.counted)
+
+    def _by_kernel(
+        self, updater: Any, scale: Tensor, tracker: Tensor, flags: Sequence[Any], numbers: Numbers, captured: bool
+    ) -> None:
+        """Update in one launch, which also saves and clears the flags."""
+        if updater.policy.held != (numbers, self.limits):
+            updater.policy.hold(numbers, self.limits)
+        mask = 0
+        for flag in flags:
+            mask |= 1 << flag.row
+            if flag.reader is not None and not captured and flag.reader != updater.stream():  # a fused step may read it
+                reader = kernels().launch.stream(updater.device, flag.reader)
+                torch.cuda.current_stream(updater.device).wait_stream(reader)
+        updater.launch(scale, tracker, mask)
+        increment_version((scale,))  # as torch's op: a loss scaled before it cannot be differentiated after it
+        for flag in flags:
+            flag.saved, flag.cleared = True, not (captured or flag in updater.rows.captured)
+
+    def _by_any_flag(
+        self, updater: Any, scale: Tensor, tracker: Tensor, checked: Sequence[Any], numbers: Numbers
+    ) -> None:
+        """Update where no kernel does it, or not all flags are the scaler's own."""
+        flag, rule = _saved_any_flag(checked, updater.device), self.rule
+        row = None if rule is None else rule.row_of(checked, updater.device)
+        if not updater.by_kernel:
+            update_by_ops_(scale, tracker, flag, numbers, self.limits, updater.counters, rule, row)
             return
-        mask |= 1 << flag.row
-        if flag.reader is not None and not captured and flag.reader != updater.stream():  # a fused step may read it
-            torch.cuda.current_stream(updater.device).wait_stream(kernels().launch.stream(updater.device, flag.reader))
-    updater.launch(scale, tracker, mask)
-    increment_version((scale,))  # as torch's op does: a loss that was scaled before cannot be differentiated after it
-    for step in checked:
-        step.flag.saved, step.flag.cleared = True, not (captured or step.flag in updater.rows.captured)
+        updater.policy.hold(numbers, self.limits)
+        options = {} if rule is None else rule.launch_options(row)
+        tensors = flag, flag, updater.policy.memory, updater.counters
+        kernels().update_scale.bind_update(*tensors, clear=False, **options)(scale, tracker, 1)
+        increment_version((scale,))
+
+    def by_value(self, scale: Tensor, new_scale: Any, checked: Sequence[Any], device_type: str) -> float:
+        """Set the scale and return it; this counts as an update if gradients were checked."""
+        if isinstance(new_scale, Tensor) and (
+            new_scale.device.type != device_type or new_scale.numel() != 1 or new_scale.requires_grad
+        ):
+            raise AssertionError(
+                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+                "torch.FloatTensor with requires_grad=False."
+            )
+        if isinstance(new_scale, bool):  # torch refuses it, too
+            raise TypeError(f"new_scale must be a number, got {new_scale}")
+        number, (low, high, *_) = policy.check_number("scale", new_scale, "new_scale"), self.limits
+        if not low <= policy.as_fp32(number) <= high:
+            raise ValueError(f"new_scale must be in [min_scale, max_scale], [{low}, {high}], got {new_scale!r}")
+        if checked:  # as an update that changes neither scale nor tracker
+            counters, found_inf = self.counters.on(scale.device), _saved_any_flag(checked, scale.device)
+            counters.copy_(_counted(counters, found_inf != 0, scale, scale, keeps_strikes=True))
+        scale.fill_(number)
+        self.lagging = LaggingCounters()  # skips before it no longer count
+        return float(number)
+
+    def too_many_skips(self, scale: Tensor) -> list[int] | None:
+        """Return the counters of `LAG` updates ago if they show more skips in a row than the limit; else None."""
+        limit = self.limits.max_consecutive_skips
+        seen = self.lagging.push(self.counters.on(scale.device))
+        return seen if seen is not None and limit is not None and seen[STREAK] > limit else None
+
+    def write_numbers(self, numbers: Numbers) -> None:
+        """Write the rule's numbers to the memory that graphs read at each replay."""
+        for policy_ in self.policies.values():
+            policy_.hold(numbers, self.limits)
 
 
 def _own_flag(step: Any) -> Flag | None:
     """Return a step's flag if it is the scaler's own; other code may have written flags, or put in its own mappings."""
     return step.own_flag() if hasattr(step, "own_flag") else None
+
+
+def _is_any_set(flags: dict[torch.device, Tensor]) -> bool:
+    return any(flag.item() != 0.0 for flag in flags.values())
 
 
 def _saved_any_flag(checked: Sequence[Any], device: torch.device) -> Tensor:
@@ -228,63 +350,6 @@ def _saved_any_flag(checked: Sequence[Any], device: torch.device) -> Tensor:
         if (flag := _own_flag(step)) is not None:
             flag.save()
     return any_flag((flag for step in checked for flag in step["found_inf_per_device"].values()), device)
-
-
-def _update_by_any_flag(ours: Ours, scale: Tensor, tracker: Tensor, checked: Sequence[Any], numbers: Numbers) -> None:
-    """Update where no kernel does it, or not all flags are the scaler's own."""
-    updater: Any = ours.updater
-    headroom = ours.headroom
-    flag = _saved_any_flag(checked, updater.device)
-    measured = None if headroom is None else headroom.measured_by(checked, updater.device)
-    if not updater.by_kernel:
-        update_by_ops_(scale, tracker, flag, numbers, ours.limits, updater.counters, headroom, measured)
-        return
-    options = {} if headroom is None else headroom.options(measured)
-    tensors = flag, flag, updater.policy.memory, updater.counters
-    kernels().update_scale.bind_update(*tensors, clear=False, **options)(scale, tracker, 1)
-    increment_version((scale,))
-
-
-def set_scale(scaler: GradScaler, new_scale: Any, checked: Sequence[Any]) -> None:
-    """Set the scale; this counts as an update if gradients were checked."""
-    ours, scale = scaler._ours, scaler._scale
-    if isinstance(new_scale, Tensor) and (
-        new_scale.device.type != scaler._device or new_scale.numel() != 1 or new_scale.requires_grad
-    ):
-        raise AssertionError(
-            "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
-            "torch.FloatTensor with requires_grad=False."
-        )
-    if isinstance(new_scale, bool):  # torch refuses it, too
-        raise TypeError(f"new_scale must be a number, got {new_scale}")
-    number, (low, high, *_) = policy.check_number("scale", new_scale, "new_scale"), ours.limits
-    if not low <= policy.as_fp32(number) <= high:
-        raise ValueError(f"new_scale must be in [min_scale, max_scale], [{low}, {high}], got {new_scale!r}")
-    if checked:  # as an update that changes neither scale nor tracker
-        counters, found_inf = ours.counters.on(scale.device), _saved_any_flag(checked, scale.device)
-        counters.copy_(_counted(counters, found_inf != 0, scale, scale, keeps_strikes=True))
-    if ours.headroom is not None:  # the overflow that lowered the cap may have had another cause than the scale
-        ours.headroom.on(scale.device)[abi.CAP].clamp_(min=number)
-    scale.fill_(number)
-    ours.lagging = LaggingCounters()  # skips before it no longer count
-
-
-def check_streak(scaler: GradScaler) -> None:
-    """Raise SkipStreakError if too many updates in a row were skipped."""
-    ours, limit = scaler._ours, scaler._ours.limits.max_consecutive_skips
-    seen = ours.lagging.push(ours.counters.on(scaler._scale.device))
-    if seen is not None and limit is not None and seen[STREAK] > limit:
-        raise SkipStreakError(
-            f"{count_of(seen[STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit}; "
-            f"{LaggingCounters.LAG} updates later the scale is {scaler.get_scale()}. {ScalerStats.of(seen)}\n"
-            f"{scaler.overflow_report()}"  # this rank's only: not all ranks may get here
-        )
-
-
-def write_numbers(scaler: GradScaler) -> None:
-    """Write the rule's numbers to the memory that graphs read at each replay."""
-    for held in scaler._ours.policies.values():  # none on a disabled scaler, which may lack the numbers
-        held.hold((scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval), scaler._ours.limits)
 
 
 def _check_numbers(scale: Any, growth_tracker: Any) -> None:
@@ -352,17 +417,13 @@ def update_by_ops_(
     numbers: Numbers,
     limits: Limits,
     counters: Tensor,
-    headroom: HeadroomRule | None = None,
-    measured: Tensor | None = None,
+    rule: Rule | None = None,
+    row: Tensor | None = None,
 ) -> None:
-    """Update on any device without a host wait; if memory runs out, nothing has changed.
-
-    With `headroom` the rule moves its cap, and what was `measured` (fp64 [1, MEASURED_ROW]) the scale below that.
-    """
-    bad, ruled = found_inf.reshape(()) != 0, scale
-    if headroom is not None:
-        ruled = torch.where(bad, scale, headroom.on(scale.device)[abi.CAP].to(scale.dtype))
-    after = ruled.clone()
+    """Update on any device without a host wait, perhaps by another rule; if memory runs out, nothing has changed."""
+    bad = found_inf.reshape(()) != 0
+    moved = scale if rule is None else rule.moved(scale, bad)
+    after = moved.clone()
     growth, backoff, interval = numbers
     # torch's op grows only at tracker + 1 == interval: with this cap a tracker beyond it grows, too (difference 3).
     tracker = growth_tracker.clamp(max=min(interval, MAX_TRACKER) - 1)
@@ -370,11 +431,10 @@ def update_by_ops_(
     torch._amp_update_scale_(after, tracker, found_inf, growth, backoff, reachable)
     if limits.hysteresis > 1:
         spared = bad & (counters[abi.STRIKES] + 1 < limits.hysteresis)
-        after = torch.where(spared, ruled, after)
+        after = torch.where(spared, moved, after)
     after = _clamped(after, limits)
-    if headroom is not None and measured is not None:
-        headroom.on(scale.device)[abi.CAP] = after.reshape(())
-        fits = headroom.scale_below(after.reshape(()), scale.reshape(()), measured, bad)
+    if rule is not None and row is not None:
+        fits = rule.scale_after(after.reshape(()), scale.reshape(()), row, bad)
         after = torch.where(bad, after, _clamped(fits.to(after.dtype), limits))
     counted = _counted(counters, bad, scale, after, keeps_strikes=tracker.reshape(()) != 0)
     for held, value in ((scale, after), (growth_tracker, tracker), (counters, counted)):

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from scaler_triton.clipping.norm import Norm
 from scaler_triton.core.dispatch import choose, is_captured, kernels, refuse_capture, sync_allowed
-from scaler_triton.core.flag import Flag, HostCopy
+from scaler_triton.core.flag import Flag
+from scaler_triton.core.memory import HostCopy
+from scaler_triton.core.message import read_sums
 from scaler_triton.core.torch_ops import wide_dtype
 from scaler_triton.kernels import abi
 
 if TYPE_CHECKING:
+    from scaler_triton.core.ranks import Ranks
     from scaler_triton.core.update import Counters
 
 
@@ -94,7 +98,7 @@ class Window:
         """Set the flag and OVERFLOWS if the norm is a spike or not finite; another one of the same step replaces it.
 
         Args:
-            totals: fp64 [TOTALS], on this device: the ranks' sums of what `passes.norm_batch` returns; written.
+            totals: fp64 [TOTALS], on this device: the ranks' sums of what `norm_batch` returns; written.
             flag: its status is written, by the sums if there were several ranks.
             counters: of the scaler; SPIKES is written.
         """
@@ -106,7 +110,7 @@ class Window:
             return
         self._judge_by_ops(totals, flag.status, counters.on(device), first)
         if ranks:
-            flag.read_sums(totals)
+            read_sums(flag, totals)
 
     def _judge_by_ops(self, totals: Tensor, status: Tensor, counters: Tensor, first: bool) -> None:
         length, place, ring = self.length, self._places, self.memory[abi.HEADER :]
@@ -187,6 +191,27 @@ class Window:
             return None
         values = self.memory[: abi.HEADER].tolist()
         return (values[abi.SPIKE_NORM], values[abi.SPIKE_LIMIT]) if values[abi.SPIKE_GENERATION] == generation else None
+
+
+class Spike(Norm):
+    """A norm that is judged once all ranks have agreed on it, by the window of the first optimizer.
+
+    Args:
+        window: that window.
+        counters: of the guard.
+        device, model, guess: as of a `Norm`.
+    """
+
+    def __init__(self, window: Window, counters: Counters, device: torch.device, *given: Any, **options: Any) -> None:
+        super().__init__(device, *given, **options)
+        self._window, self._counters = window, counters
+
+    def judge(self, flags: Sequence[Flag], peers: Ranks | None) -> None:
+        """Set the flags if the norm is a spike or not finite."""
+        if peers is not None:
+            self._window.judge(self.totals, flags[0], self._counters)
+        elif checked := [flag for flag in flags if flag.parts]:
+            self._window.judge(self.totals, checked[0], self._counters)
 
 
 def _sum(values: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.cuda.amp import common
 
 from scaler_triton.core import policy
-from scaler_triton.core.check import OUR_METHODS
-from scaler_triton.core.dispatch import is_capturing, skip_tracing, stacklevel
+from scaler_triton.core.dispatch import skip_tracing, stacklevel
+from scaler_triton.core.overrides import own
 from scaler_triton.core.policy import KEY, WINDOWS
-from scaler_triton.core.step import FAILED, STEPPED, UNSCALED, OptimizerStep
-from scaler_triton.core.update import SkipStreakError, check_streak, update_by_flags
 from scaler_triton.grad_scaler import GradScaler, Outputs
+from scaler_triton.guard.parts import GuardParts
 from scaler_triton.guard.spikes import Guard
 from scaler_triton.measuring.headroom import Headroom
+
+_GUARD = "_guard"  # in a pickle: the rule and the norms, as plain numbers
 
 
 class StepGuard(GradScaler):
@@ -80,7 +81,11 @@ class StepGuard(GradScaler):
             max_scale=1.0,
             max_consecutive_skips=max_consecutive_skips,
         )
-        self._ours.become_guard(guard)
+        self._ours.become(guard)
+
+    @functools.cached_property
+    def _ours(self) -> GuardParts:
+        return GuardParts()
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Return the outputs themselves; the call may be left out."""
@@ -116,7 +121,7 @@ class StepGuard(GradScaler):
         Args and raises: as `GradScaler.unscale_`, but it may be repeated, and come before any `scale`.
         """
         if self._enabled:
-            self._begin_check([self._ours.steps.open(optimizer)])
+            self._ours.begin_check(self, [self._ours.steps.open(optimizer)])
         super().unscale_(optimizer)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -135,11 +140,11 @@ class StepGuard(GradScaler):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         step = self._ours.steps.open(optimizer)
         if step.notes.pop("waits", False) and step.plan is not None:
-            step.plan.marks.resume(step["found_inf_per_device"])
+            self._ours.checks.resumed(step)
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
-            self._end(self._ours.steps.open(optimizer))
+            self._ours.end(self, self._ours.steps.open(optimizer))
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Count checks that failed and were not followed by a step; else do nothing, as each step ends with an update.
@@ -154,59 +159,7 @@ class StepGuard(GradScaler):
         if new_scale is not None and policy.check_number("scale", new_scale, "new_scale") != 1.0:
             raise ValueError(f"new_scale must be 1.0, which a StepGuard's scale always is, got {new_scale!r}")
         if self._ours.steps.unfinished:
-            self._end_failed(self._ours.steps.all())
-
-    def _end(self, step: OptimizerStep) -> None:
-        """Count a step that was taken, skipped or spent, and begin the next one; those of others may be checked."""
-        try:
-            if step.phase in (STEPPED, FAILED) and step["found_inf_per_device"]:
-                self._let_others_wait(step)
-                captured = self._scale.is_cuda and is_capturing()
-                update_by_flags(self, self._scale, self._growth_tracker, [step], captured)
-                if self._ours.limits.max_consecutive_skips is not None and not captured:
-                    check_streak(self)
-        finally:
-            step.reset()
-            if (window := step.notes.get("window")) is not None:
-                window.is_judged = False
-
-    def _let_others_wait(self, stepped: OptimizerStep) -> None:
-        """Before an update, which may count a skip, note which checks were made before it."""
-        steps = self._ours.steps
-        if not steps.unfinished:
-            return
-        waiting = [step for step in steps.all() if step.phase in (UNSCALED, FAILED) and step is not stepped]
-        for step in waiting:
-            if step.phase is UNSCALED and step.plan is not None and not step.notes.get("waits"):
-                step.plan.marks.carry(step.notes.get("clipped", ()))
-                step.notes["waits"] = True
-        steps.unfinished = bool(waiting)
-
-    def _begin_check(self, steps: Sequence[OptimizerStep]) -> None:
-        """Begin anew: nothing was written, so a check that was made before may be made again.
-
-        A step is counted if its check failed on this rank or another, as that one's step may have been called.
-        """
-        try:
-            self._end_failed(steps)
-        finally:
-            for step in steps:
-                step.reset()
-                step.notes.pop("waits", None)
-
-    def _end_failed(self, steps: Sequence[OptimizerStep]) -> None:
-        """Count the steps whose check failed, on this rank or on another."""
-        streak: SkipStreakError | None = None
-        for step in steps:
-            try:
-                if step.peer_has_failed():
-                    step.failed(None)
-                if step.phase is FAILED:
-                    self._end(step)
-            except SkipStreakError as error:  # raised after the last one, as other ranks may have counted some before
-                streak = error
-        if streak is not None:
-            raise streak
+            self._ours.end_failed(self, self._ours.steps.all())
 
     def set_limits(self, **changes: Any) -> None:
         """Change `max_consecutive_skips`, from the next update on; TypeError for another name."""
@@ -232,8 +185,22 @@ class StepGuard(GradScaler):
             if fields:
                 state_dict[KEY] = {**fields, "min_scale": 1.0, "max_scale": 1.0, "hysteresis": 1}
         super().load_state_dict(state_dict)
-        assert ours.guard is not None
         ours.guard.restore(windows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `GradScaler.state_dict` does with limits, and the norms; `{}` on a disabled guard."""
+        state = super().state_dict()
+        if state:
+            state[KEY][WINDOWS] = self._ours.guard.numbers()[-1]
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), _GUARD: self._ours.guard.numbers()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        plain = dict(state)
+        self._ours.become(Guard(*plain.pop(_GUARD)))
+        super().__setstate__(plain)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:  # torch's message asks for `scale`
@@ -241,5 +208,5 @@ class StepGuard(GradScaler):
         return self._scale, self._growth_tracker
 
 
-OUR_METHODS.add(StepGuard.unscale_)
+own(StepGuard)
 skip_tracing(StepGuard)

@@ -1,7 +1,4 @@
-"""How far gradients are from overflow, and how many are lost below: what the checking passes measure on their way.
-
-Each flag has a row (fp64, see `kernels.abi`) of what its last check measured, on the scale's device. Ranks add theirs
-up in the check's own reduction: counts as they are, the largest gradient as a histogram, since a sum has no maximum.
+"""How far gradients are from overflow, and how many are lost below: what `measure.py` has found in the last checks.
 
 With `scale_policy="headroom"` the rule of `update.py` moves a cap, and what was measured the scale below it:
 
@@ -22,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaler_triton.core.flag import OnDevice
+from scaler_triton.core.memory import OnDevice
 from scaler_triton.core.torch_ops import exponent_of, times_power_of_2, wide_dtype, wide_on
+from scaler_triton.core.update import Rule
 from scaler_triton.kernels import abi
+from scaler_triton.measuring.measure import copy_of
 from scaler_triton.text import count_of
 
 FP16_MAX = 65504.0
@@ -72,12 +71,12 @@ def read_headroom(flags: Sequence[Any], wait: bool) -> Headroom:
 
     Without `wait` it is the newest that has arrived on the host, and the next copy is started.
     """
-    held = [flag for flag in flags if flag.measured is not None]
+    held = [flag for flag in flags if flag.extra is not None]
     if wait:
         home = held[-1].device if held else torch.device("cpu")  # an earlier scale may have been elsewhere
-        rows = torch.stack([wide_on(home, flag.measured) for flag in held]).tolist() if held else []
+        rows = torch.stack([wide_on(home, flag.extra) for flag in held]).tolist() if held else []
     else:
-        rows = [flag.measured_copy.newest(flag.measured) or () for flag in held]
+        rows = [copy_of(flag).newest(flag.extra) or () for flag in held]
     largest = scaled = zeros = subnormal = seen = 0.0
     for row in rows:
         if row and row[abi.SEEN]:  # empty: no copy has arrived yet
@@ -87,7 +86,7 @@ def read_headroom(flags: Sequence[Any], wait: bool) -> Headroom:
     return Headroom(largest, bits, zeros / max(seen, 1.0), subnormal / max(seen, 1.0), int(seen))
 
 
-class HeadroomRule(OnDevice):
+class HeadroomRule(OnDevice, Rule):
     """The window and the cap of `scale_policy="headroom"`, in the order of `kernels.abi`."""
 
     def __init__(self, bits: int, window: int) -> None:
@@ -106,10 +105,10 @@ class HeadroomRule(OnDevice):
         kept = [float(each) for each in exponents][-self.window :]
         self.set([float(len(kept)), cap, *kept, *[0.0] * (self.window - len(kept))])
 
-    def measured_by(self, checked: Sequence[Any], device: torch.device) -> Tensor:
+    def row_of(self, checked: Sequence[Any], device: torch.device) -> Tensor:
         """Return the largest gradient that steps' checks have measured, as a row at scale 1, [1, MEASURED_ROW]."""
         flags = [getattr(step, "flag", None) for step in checked]  # other code may have put plain dicts there
-        held = [flag.measured for flag in flags if flag is not None and flag.measured is not None]
+        held = [flag.extra for flag in flags if flag is not None and flag.extra is not None]
         row = torch.zeros(1, abi.MEASURED_ROW, dtype=wide_dtype(device), device=device)
         row[0, abi.MEASURED_AT].fill_(1.0)
         found = torch.cat([row, *(wide_on(device, each)[None] for each in held)])
@@ -117,13 +116,18 @@ class HeadroomRule(OnDevice):
         row[0, abi.LARGEST] = torch.where(unscaled > 0, unscaled, 0.0).amax()  # NaN where nothing was measured yet
         return row
 
-    def options(self, measured: Any) -> dict[str, Any]:
+    def launch_options(self, rows: Any) -> dict[str, Any]:
         """Return the arguments of `bind_update` for rows of what checks have measured."""
-        return {"measured": measured, "headroom": self.on(measured.device), "bits": self.bits}
+        return {"measured": rows, "headroom": self.on(rows.device), "bits": self.bits}
 
-    def scale_below(self, cap: Tensor, scale: Tensor, measured: Tensor, bad: Tensor) -> Tensor:
+    def moved(self, scale: Tensor, bad: Tensor) -> Tensor:
+        """Return what torch's rule moves: the scale if the update is `bad`, else the cap."""
+        return torch.where(bad, scale, self.on(scale.device)[abi.CAP].to(scale.dtype))
+
+    def scale_after(self, moved: Tensor, scale: Tensor, row: Tensor, bad: Tensor) -> Tensor:
         """Return the scale after a good update, in `wide_dtype`; remember the largest gradient unless it was `bad`."""
-        values, unscaled = self.on(cap.device), measured[0, abi.LARGEST] / measured[0, abi.MEASURED_AT]
+        values, unscaled = self.on(moved.device), row[0, abi.LARGEST] / row[0, abi.MEASURED_AT]
+        values[abi.CAP], cap = moved, moved
         count, ring = values[abi.EXPONENTS].long(), values[abi.HEADROOM_HEADER :]
         enters, slot = (unscaled > 0) & ~bad, (count % self.window).reshape(1)
         exponent = exponent_of(unscaled).to(values.dtype).clamp(min=-1023.0)

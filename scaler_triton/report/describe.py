@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from scaler_triton.core.dispatch import backend_so_far, is_captured
-from scaler_triton.core.flag import HostCopy
+from scaler_triton.core.memory import HostCopy
 from scaler_triton.core.update import ScalerStats
 from scaler_triton.text import count_of
 
 if TYPE_CHECKING:
-    from scaler_triton.core.check import Ours
+    from scaler_triton.core.update import Counters
     from scaler_triton.grad_scaler import GradScaler
 
 LOOK = 1e-3  # seconds
@@ -33,24 +33,13 @@ def describe(scaler: GradScaler) -> str:
         return f"{name}(no __init__ has run)"
     if not scaler._enabled:
         return f"{name}({device}, disabled)"
-    ours, end, is_new = scaler._ours, time.monotonic() + LOOK, True
-    parts = [f"{device}, {backend_so_far(device, ours.steps.requested)}"]
-    if ours.guard is None:
-        scale, number = scaler._get_scale_async(), scaler._init_scale
-        if scale is not None:
-            is_new = _look(ours.scale_copy, scale, end)
-            number = number if ours.scale_copy.latest is None else ours.scale_copy.latest
-        parts.append(f"scale {_shown(number)}")
-    elif not ours.by_norm:
-        parts.append("no spike_sigma")
-    else:
-        windows = ours.guard.windows()
-        for window in windows:
-            is_new &= _look(window.copy, window.memory, end)
-        parts += [window.described() for window in windows] or ["no norm yet"]
+    ours, end = scaler._ours, time.monotonic() + LOOK
+    parts = [f"{device}, {backend_so_far(device, ours.checks.requested)}"]
+    known, is_new = ours.described(scaler, lambda copy, source: _look(copy, source, end))
+    parts += known
     counters = ours.counters
     is_new &= isinstance(counters.values, list) or _look(counters.copy, counters.values, end)
-    parts += [_counted(ours), *([] if is_new else [_BEHIND])]
+    parts += [_counted(counters), *([] if is_new else [_BEHIND])]
     return f"{name}({'; '.join(parts)})"
 
 
@@ -70,17 +59,10 @@ def _look(copy: HostCopy, source: Any, end: float) -> bool:
     return False
 
 
-def _counted(ours: Ours) -> str:
-    values = ours.counters.values
-    stats = ScalerStats.of(values if isinstance(values, list) else ours.counters.copy.latest)
+def _counted(counters: Counters) -> str:
+    values = counters.values
+    stats = ScalerStats.of(values if isinstance(values, list) else counters.copy.latest)
     if not stats.updates:
         return "no update yet"
     skips = f"{stats.skipped} skipped, the last at {stats.last_skip}" if stats.skipped else "none skipped"
     return f"{count_of(stats.updates, 'update')}, {skips}"
-
-
-def _shown(scale: Any) -> str:
-    """Return a scale, a number or what is in a tensor of one element, with all its digits."""
-    while isinstance(scale, list):
-        (scale,) = scale
-    return repr(float(scale)).removesuffix(".0")

@@ -1,9 +1,4 @@
-"""Which parameter overflowed, on which rank: marks that the passes leave, and the report made of them.
-
-A mark says what one gradient held, and in which generation, the number of skips before. Kernels write marks on the
-device, where they read the generation from the counters, and torch's ops on the CPU leave them on the host. A step
-without an overflow writes none.
-"""
+"""Which parameter overflowed, on which rank: the report that is made of the marks of `marks.py`."""
 
 from __future__ import annotations
 
@@ -25,18 +20,15 @@ from torch import Tensor, nn
 from scaler_triton.core import ranks
 from scaler_triton.core.gradients import DDP_SPEC, DTYPES, is_distributed, is_dtensor, local_tensor
 from scaler_triton.core.torch_ops import is_plain
-from scaler_triton.kernels.abi import GENERATIONS, INF, KIND_BITS, LAST_SKIP, NAN, SKIPPED
+from scaler_triton.kernels.abi import INF, LAST_SKIP, NAN, SKIPPED
+from scaler_triton.report.marks import WORDS, generations_of, marks_of
 from scaler_triton.text import count_of, error_line, one_line, ranges, rank_names, table
 
 if TYPE_CHECKING:
-    from scaler_triton.core.check import Ours
-    from scaler_triton.core.flag import Flags
-    from scaler_triton.core.plan import Batch, GradPlan, Layout
+    from scaler_triton.core.registry import Steps
     from scaler_triton.core.step import OptimizerStep
     from scaler_triton.core.update import Counters
 
-_KINDS = NAN | INF
-_WORDS = {INF: "Inf", NAN | INF: "NaN and Inf", NAN: "NaN"}  # as tables list them: NaN often follows from Inf
 _UNNAMED = re.compile(r"optimizer \d+, parameter \d+")
 _MOST_ROWS, _MOST_MODULES = 20, 3
 # What FSDP1, activation checkpointing and torch.compile add to the names of wrapped modules.
@@ -44,106 +36,6 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 _NO_NAMES = "model must be a module or what its named_parameters() gives"
 
 Model = nn.Module | Iterable[tuple[str, Tensor]] | None
-
-
-class Marks:
-    """The marks of one optimizer's gradients, kept as long as its parameters and their layouts."""
-
-    def __init__(self, plan: GradPlan, counters: Counters) -> None:
-        self.plan: GradPlan = weakref.proxy(plan)  # it holds this: a cycle would keep parameters until a collection
-        self.counters = counters
-        # Of the last step that was CARRIED: the generation of its check, and all that it was clipped with.
-        self._checked_at: Tensor | None = None
-        self.shared_by: Collection[Marks] = ()
-        # Of the last one that was skipped: the generation in which it went on, and that of its check.
-        self._cause: Tensor | None = None
-        self._on_host: dict[int, dict[int, int]] = {}  # by generation: the kinds found on the CPU, by parameter
-        self._unmarked: set[str] = set()  # gradients that kernels check without a mark, in words
-
-    def follow(self, layout: Layout, home: torch.device) -> None:
-        """Prepare a layout for a kernel that marks with the generation of the counters on `home`, the scale's device.
-
-        The layouts of sparse and Partial gradients are made anew in each step: marks would be lost with them.
-        """
-        device = layout.device
-        if device != home:  # kernels cannot read another GPU's memory
-            self._unmarked.add(f"gradients on {device}, where the scale is not")
-            return
-        if not any(layout is known for known in self.plan.layouts):
-            self._unmarked.add(f"sparse and Partial gradients on {device}")
-            return
-        layout.counters = counters = self.counters.on(home)
-        layout.generation = counters.view(torch.int32)[::2][SKIPPED : SKIPPED + 1]  # the low words of int64
-        for each in layout.tables.values():
-            each.mark_with(layout.generation)
-
-    def mark_on_host(self, batch: Batch) -> None:
-        """Mark the gradients of a batch on the CPU that are not finite."""
-        generation = self.counters.read()[SKIPPED]
-        seen = self._on_host.setdefault(generation, {})
-        if len(self._on_host) > GENERATIONS:  # as many as kernels keep: that of the last skip, and later ones
-            del self._on_host[min(self._on_host)]
-        for position, tensor in zip(batch.layout.positions, batch.tensors, strict=True):
-            if tensor is not None:
-                kinds = (NAN if tensor.isnan().any() else 0) | (INF if tensor.isinf().any() else 0)
-                if kinds:
-                    seen[position] = seen.get(position, 0) | kinds
-
-    def carry(self, clipped: Sequence[OptimizerStep]) -> None:
-        """Record that a step, `clipped` with others, is going to be CARRIED over an update that comes now."""
-        self._checked_at = self._generation()
-        self.shared_by = weakref.WeakSet(step.plan.marks for step in clipped if step.plan is not None)
-
-    def resume(self, flags: Flags) -> None:
-        """Record that a CARRIED step goes on with these flags, which the updates since its check have counted, too."""
-        if self._checked_at is None:
-            return
-        now = self._generation()
-        new = torch.stack([now, self._checked_at.to(now.device)])
-        self._cause = torch.full_like(new, -1) if self._cause is None else self._cause.to(now.device)
-        for flag in flags.values():
-            self._cause = torch.where((flag != 0).reshape(()).to(now.device), new, self._cause)
-
-    def _generation(self) -> Tensor:
-        counters = self.counters.values
-        is_list = isinstance(counters, list)
-        return torch.tensor(counters[SKIPPED], device="cpu") if is_list else counters[SKIPPED].clone()
-
-    def cause(self, generation: int) -> int | None:
-        """Wait for the device, and return the generation of the check for which a carried step of this one skips."""
-        if self._cause is None:
-            return None
-        went_on_at, checked_at = self._cause.tolist()
-        return int(checked_at) if went_on_at == generation else None
-
-    def of(self, generations: Collection[int]) -> dict[int, int]:
-        """Wait for the device, and return the kinds of what was not finite in these generations, by parameter."""
-        kinds: dict[int, int] = {}
-        for generation in generations:
-            for position, found in self._on_host.get(generation, {}).items():
-                kinds[position] = kinds.get(position, 0) | found
-        for layout in self.plan.layouts:
-            for each in layout.tables.values():
-                for position, row in zip(layout.positions, each.bits.tolist(), strict=True):
-                    for mark in row:
-                        if mark & _KINDS and mark >> KIND_BITS in generations:
-                            kinds[position] = kinds.get(position, 0) | mark & _KINDS
-        return kinds
-
-    def not_covered(self) -> Iterator[str]:
-        """Describe the gradients that were checked without marks."""
-        for layout in self.plan.layouts:
-            device = layout.device
-            if "torch" in (layout.backend, layout.clips) and (device.type != "cpu" or not layout.key.plain):
-                yield f"gradients on {device} that torch's own op serves"
-        yield from self._unmarked
-
-    def forget(self) -> None:
-        """Clear all marks."""
-        self._on_host, self._cause = {}, None
-        for layout in self.plan.layouts:
-            for each in layout.tables.values():
-                each.bits.zero_()
 
 
 @dataclass(frozen=True)
@@ -241,7 +133,7 @@ class OverflowReport:
         if self._are_all_bad():
             where = f" of {rank_names(self._ranks_with_bad())}" if self.ranks > 1 or not self.gathered else ""
             found = f"All {self.checked} gradients{covered}{where} are {' or '.join(_sorted_kinds(kinds))}"
-            if kinds == {_WORDS[NAN]}:
+            if kinds == {WORDS[NAN]}:
                 return f"{found}: so was the loss, or the first gradient that backward made from it."
             return f"{found}: no single layer is at fault, backward overflowed where it began or everywhere."
         if any(_UNNAMED.fullmatch(each.name) for each in self.bad):
@@ -250,7 +142,7 @@ class OverflowReport:
         if not place:
             return ""
         only = "Only" if self.gathered else "On this rank only"
-        fault = "NaN" if kinds == {_WORDS[NAN]} else "overflow"
+        fault = "NaN" if kinds == {WORDS[NAN]} else "overflow"
         return f"{only} {place}{',' if covered else ''}{covered.replace(' that', ' of those that')}: {fault} there."
 
     def _whose(self) -> str:
@@ -258,7 +150,7 @@ class OverflowReport:
         if not self.gathered:
             return ""
         if self.ranks == 1:
-            is_nan = {each.kinds for each in self.bad} == {_WORDS[NAN]}
+            is_nan = {each.kinds for each in self.bad} == {WORDS[NAN]}
             return "Look at the batch." if is_nan and self._are_all_bad() else ""
         on = self._ranks_with_bad()
         if len(on) == self.ranks:
@@ -310,7 +202,7 @@ class OverflowReport:
 
 def _sorted_kinds(kinds: Collection[str]) -> list[str]:
     """Return kinds in the order of tables."""
-    order = [*_WORDS.values()]
+    order = [*WORDS.values()]
     return sorted(kinds, key=lambda kind: (order.index(kind) if kind in order else len(order), kind))
 
 
@@ -329,7 +221,16 @@ def _place(names: Collection[str]) -> str:
     return ", ".join(below) if len(below) <= _MOST_MODULES else ""
 
 
-def overflow_report(ours: Ours, model: Model, process_group: Any, home: torch.device, gather: bool) -> OverflowReport:
+class Models:
+    """The module that parameters were named by last."""
+
+    def __init__(self) -> None:
+        self.last: weakref.ref[nn.Module] | None = None
+
+
+def overflow_report(
+    steps: Steps, counters: Counters, models: Models, model: Model, process_group: Any, home: torch.device, gather: bool
+) -> OverflowReport:
     """Return this rank's report, or with `gather` that of all ranks, all of which must call this.
 
     A rank whose own report raises joins the others first, and their reports contain the error.
@@ -337,7 +238,7 @@ def overflow_report(ours: Ours, model: Model, process_group: Any, home: torch.de
     group = ranks.gathering_group(process_group) if gather else None
     rank = ranks.own_rank(process_group)
     try:
-        report = _own_report(ours, model, rank)
+        report = _own_report(steps.all(), counters.read(), home, _known_model(steps, models, model), rank)
     except Exception as error:
         if group is not None:
             with suppress(TimeoutError):  # this rank came alone
@@ -348,28 +249,23 @@ def overflow_report(ours: Ours, model: Model, process_group: Any, home: torch.de
     return replace(report, gathered=gather or not ranks.several_ranks())
 
 
-def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
-    steps, counters = ours.steps.all(), ours.counters.read()
+def _own_report(
+    steps: Sequence[OptimizerStep], counters: Sequence[int], home: torch.device, model: Model, rank: int
+) -> OverflowReport:
     # Whether the update that will skip a step is still to come.
     pending = any(flag.item() for step in steps for flag in step["found_inf_per_device"].values())
     update = None if pending else counters[LAST_SKIP] or None
     generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1
-    names = names_by_id(_known_model(ours, model))
+    names = names_by_id(model)
     planned: list[Any] = [step for step in steps if step.plan is not None]
-
-    generations = {step.plan.marks: {generation} for step in planned}
-    for marks in [*generations]:
-        cause = marks.cause(generation)
-        if cause is not None:
-            generations[marks].update(range(cause, generation))
-            for other in marks.shared_by:
-                generations.get(other, set()).add(cause)
+    marked = [marks_of(step.plan) for step in planned]
+    generations = generations_of(marked, generation)
     bad: list[BadGradient] = []
     spikes: list[Spike] = []
     bad_parameters: list[BadParameter] = []
     checked = 0
-    for number, (step, those) in enumerate(zip(planned, generations.values(), strict=True)):
-        kinds = step.plan.marks.of(those)
+    for number, (step, marks, those) in enumerate(zip(planned, marked, generations, strict=True)):
+        kinds = marks.of(those)
         held = _held_by(step)
         named = [
             names.get(id(held.get(index)), f"optimizer {number}, parameter {index}")
@@ -379,7 +275,7 @@ def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
             parameter = held.get(index)
             numel = 0 if parameter is None else local_tensor(parameter).numel()
             is_shared = parameter is None or is_distributed(parameter)
-            bad.append(BadGradient(named[index], _WORDS[kinds[index]], numel, rank, is_shared))
+            bad.append(BadGradient(named[index], WORDS[kinds[index]], numel, rank, is_shared))
         if kinds:
             checked += len({index for layout in step.plan.layouts for index in layout.positions} | kinds.keys())
         if pending or update:
@@ -387,20 +283,20 @@ def _own_report(ours: Ours, model: Model, rank: int) -> OverflowReport:
         window = step.notes.get("window")
         found = [] if window is None else map(window.spike, sorted(those))
         spikes += [Spike(*each) for each in found if each is not None]
-    uncovered = {text for step in planned if pending or update for text in step.plan.marks.not_covered()}
+    uncovered = {text for step in planned if pending or update for text in marks_of(step.plan).not_covered(home)}
     return OverflowReport(
         update, tuple(bad), False, tuple(sorted(uncovered)), pending, tuple(spikes), checked, 1, tuple(bad_parameters)
     )
 
 
-def _known_model(ours: Ours, model: Model) -> Model:
+def _known_model(steps: Steps, models: Models, model: Model) -> Model:
     """Return the given model, or the module that was given last: to a report, or else to a clip under FSDP1."""
     if isinstance(model, nn.Module):
-        ours.model = weakref.ref(model)
+        models.last = weakref.ref(model)
     if model is not None:
         return model
-    plans = [step.plan for step in ours.steps.all() if step.plan is not None]
-    given = [ours.model, *(plan.replicas[0][1] for plan in plans if plan.replicas is not None)]
+    kept = [step.plan.notes.get("replicas") for step in steps.all() if step.plan is not None]
+    given = [models.last, *(each[0][1] for each in kept if each is not None)]
     return next((found for each in given if each is not None and (found := each()) is not None), None)
 
 
@@ -416,7 +312,7 @@ def _not_finite(held: Mapping[int, Tensor]) -> dict[int, str]:
         largest = torch.stack(torch._foreach_norm([*tensors.values()], math.inf)).tolist()
         for index, number in zip(tensors, largest, strict=True):
             if not math.isfinite(number):
-                found[index] = _WORDS[NAN if math.isnan(number) else INF]
+                found[index] = WORDS[NAN if math.isnan(number) else INF]
     return dict(sorted(found.items()))
 
 

@@ -11,7 +11,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from scaler_triton.core.dispatch import is_captured, stacklevel, sync_allowed
+from scaler_triton.core.update import LaggingCounters, ScalerStats, SkipStreakError
 from scaler_triton.kernels.abi import STREAK, UPDATES
+from scaler_triton.text import count_of
 
 if TYPE_CHECKING:
     from scaler_triton.core.step import OptimizerStep
@@ -50,10 +52,22 @@ def forget(scaler: GradScaler) -> None:
         step.notes.pop("skips", None)
 
 
+def raise_if_too_long(scaler: GradScaler) -> None:
+    """Raise SkipStreakError if too many updates in a row were skipped; to be called after each update."""
+    ours = scaler._ours
+    seen, limit = ours.updates.too_many_skips(scaler._scale), ours.updates.limits.max_consecutive_skips
+    if seen is not None:
+        raise SkipStreakError(
+            f"{count_of(seen[STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit}; "
+            f"{LaggingCounters.LAG} updates later the scale is {scaler.get_scale()}. {ScalerStats.of(seen)}\n"
+            f"{scaler.overflow_report()}"  # this rank's only: not all ranks may get here
+        )
+
+
 def _warn(scaler: GradScaler, what: str) -> None:
-    limit, known = scaler._ours.limits.max_consecutive_skips, ""
+    limit, known = scaler._ours.updates.limits.max_consecutive_skips, ""
     with suppress(Exception), sync_allowed(scaler._scale.device):  # the warning is more important than its details
-        if scaler._ours.guard is None:
+        if scaler._ours.scales:
             known = f"; the scale is {scaler.get_scale()}"
         report = scaler.overflow_report()  # this rank's only: not all ranks may get here
         known += f". {report.conclusion or str(report).splitlines()[0]}"

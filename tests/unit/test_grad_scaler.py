@@ -17,7 +17,7 @@ from helpers import EXTRAS, PLACES, Place, params_of, sgd, started, trained, upd
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, StepGuard
-from scaler_triton.core import check, step
+from scaler_triton.core.step import OptimizerStep
 from scaler_triton.core.policy import NO_LIMITS, Limits
 from scaler_triton.integrations.unscaled import unscale_once
 
@@ -255,7 +255,7 @@ def test_copies_go_on_where_the_original_stood_and_leave_it_alone(cls: Any, clon
     scaler = trained(cls, **EXTRAS, backend="torch")
     saved, copied = scaler.state_dict(), clone(scaler)
     assert type(copied) is cls
-    assert (copied.state_dict(), copied._ours.steps.requested) == (saved, "torch")
+    assert (copied.state_dict(), copied._ours.checks.requested) == (saved, "torch")
     assert copied._ours.sharded is (cls is ShardedGradScaler)
     copied._lazy_init_scale_growth_tracker("cpu")
     copied._scale.fill_(1.0)
@@ -351,7 +351,8 @@ def strict_names(base: Any) -> Any:
 
 
 # Private names that ours has, and what its parts are called.
-PARTS = {*vars(GradScaler), *check.Ours.__slots__, *step.Steps.__slots__, *step.OptimizerStep.__slots__}
+OURS = GradScaler("cpu")._ours
+PARTS = {*vars(GradScaler), *vars(OURS), *vars(OURS.checks), *vars(OURS.updates), *OptimizerStep.__slots__}
 NAMES = sorted({f"_{name.strip('_')}" for name in PARTS} - {"_ours", *dir(torch.amp.GradScaler("cpu"))})
 
 

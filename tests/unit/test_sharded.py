@@ -28,7 +28,7 @@ def test_each_argument_arrives_where_it_belongs() -> None:
     scaler = ShardedGradScaler("cpu", 8.0, 0.25, 4.0, 7, True, None, backend="torch", hysteresis=2, max_scale=64)
     numbers = scaler.get_scale(), scaler.get_backoff_factor(), scaler.get_growth_factor(), scaler.get_growth_interval()
     assert numbers == (8.0, 0.25, 4.0, 7)
-    assert (scaler.process_group, scaler._ours.steps.requested) == (None, "torch")
+    assert (scaler.process_group, scaler._ours.checks.requested) == (None, "torch")
     assert (scaler.limits.hysteresis, scaler.limits.max_scale) == (2, 64.0)
 
 

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, grad_scaler
 from scaler_triton.core import check, flag, passes, ranks, torch_ops
-from scaler_triton.core.flag import PACKED
 from scaler_triton.core.step import Phase
+from scaler_triton.measuring.measure import PACKED
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 SCALE = 4.0

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton.core import flag
-from scaler_triton.core.flag import Flag, FlagRows, HostCopy
+from scaler_triton.core.flag import Flag, FlagRows
+from scaler_triton.core.memory import HostCopy
 from scaler_triton.core.step import OptimizerStep
 from scaler_triton.kernels.abi import FAILED, FLAG, MAX_SCALE, ROWS
 

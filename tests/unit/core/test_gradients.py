@@ -69,7 +69,7 @@ def test_every_kind_is_unscaled_and_checked_as_by_torch(place: Place, kind: str)
     theirs.unscale_(other)
     for method in ("_check_inf_per_device", "unscale_"):
         mine, ours = sgd(KINDS[kind](), place.device), started(GradScaler, place.device, init_scale=SCALE)
-        ours._ours.steps.requested = place.backend
+        ours._ours.checks.requested = place.backend
         before = [None if p.grad is None else values(p.grad)._version for p in params_of(mine)]
         getattr(ours, method)(mine)
         assert max(flags(ours, mine), default=0.0) == max(flags(theirs, other), default=0.0)

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from scaler_triton.core import plan
 from scaler_triton.core.plan import Batch, GradPlan, choose_backends, group, layout_key
-from scaler_triton.core.step import OptimizerStep, Steps
+from scaler_triton.core.registry import Steps
+from scaler_triton.core.step import OptimizerStep
 from scaler_triton.core.update import Counters
 
 

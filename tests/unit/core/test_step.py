@@ -18,8 +18,11 @@ from helpers import PLACES, Place, Slotted, Wrapper, grads, params_of, sgd, star
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from scaler_triton import GradScaler, StepGuard
-from scaler_triton.core import passes, ranks, torch_ops
-from scaler_triton.core.step import Phase, unwrap
+from scaler_triton.clipping import norm
+from scaler_triton.core import ranks, torch_ops
+from scaler_triton.core.check import Checks
+from scaler_triton.core.registry import unwrap
+from scaler_triton.core.step import Phase
 
 CPU = torch.device("cpu")
 SCALE = 4.0
@@ -114,7 +117,7 @@ def call(
     method: str, *given: Any, fails: str = "", after: bool = False, error: type[BaseException] = MemoryError
 ) -> Event:
     """Return the event of a call to the scaler; a pass or a reduction may fail in it, even after doing its work."""
-    target: Any = {"reduce_": ranks.Ranks, "unscale_": torch_ops}.get(fails, passes)
+    target: Any = {"reduce_": ranks.Ranks, "unscale_": torch_ops, "look": Checks}.get(fails, norm)
     real = getattr(target, fails, None)
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -176,16 +179,16 @@ EVENTS: dict[str, Event] = {
     "scale": scale,
     "update": lambda scaler, _: scaler.update(),
     "_check_inf_per_device": call("_check_inf_per_device"),
-    "unscale_ fails": call("unscale_", fails="check"),
+    "unscale_ fails": call("unscale_", fails="look"),
     "unscale_ fails after writes": call("unscale_", fails="unscale_", after=True),
-    "unscale_ interrupted": call("unscale_", fails="check", error=KeyboardInterrupt),
+    "unscale_ interrupted": call("unscale_", fails="look", error=KeyboardInterrupt),
     "... after writes": call("unscale_", fails="unscale_", after=True, error=KeyboardInterrupt),
     "clip fails": call("clip_grad_norm_", 1e6, fails="norm_batch"),
     "clip fails after writes": call("clip_grad_norm_", 1e6, fails="clip_batch_", after=True),
-    "_check_inf_per_device fails": call("_check_inf_per_device", fails="check"),
-    "step fails to check": call("step", fails="check"),
+    "_check_inf_per_device fails": call("_check_inf_per_device", fails="look"),
+    "step fails to check": call("step", fails="look"),
     "step fails after writes": call("step", fails="unscale_", after=True),
-    "check fails": call("_check_inf_per_device", fails="check"),
+    "check fails": call("_check_inf_per_device", fails="look"),
     "reduction fails": call("unscale_", fails="reduce_"),
     "it is interrupted": call("unscale_", fails="reduce_", error=KeyboardInterrupt),
     "optimizer.step fails": step_that_fails(),
@@ -406,7 +409,7 @@ def test_gradients_that_were_unscaled_after_a_step_that_failed_stay_so_whatever_
     """The step has checked nothing, and what is scaled later may be the loss of another optimizer."""
     scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
     with pytest.raises(MemoryError):
-        call("step", fails="check")(scaler, optimizer)
+        call("step", fails="look")(scaler, optimizer)
     scaler.unscale_(optimizer)
     scale(scaler)
     scaler.step(optimizer)

@@ -289,7 +289,7 @@ def test_a_replay_goes_by_the_numbers_that_were_set_or_loaded(place: Place, how:
     """A replay is what an update launches, launched again."""
     scaler, other = at(place, growth_interval=1), at(place, **{"growth_interval": 1, name: value})
     scales(scaler, bad=".")
-    updater, counters = scaler._ours.updater, scaler._ours.counters.values
+    updater, counters = scaler._ours.updates.updater, scaler._ours.counters.values
     if how == "load":
         scaler.load_state_dict(other.state_dict())
     else:

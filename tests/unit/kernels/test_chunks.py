@@ -77,7 +77,7 @@ def test_a_later_generation_replaces_the_mark_in_its_place():
     grad = Guarded(torch.tensor([NAN, 1.0]))
     table = cases.make_table([grad], torch.float32)
     for generation, element, want in ((1, NAN, [0, 5, 0, 0]), (2, INF, [0, 5, 10, 0]), (5, INF, [0, 22, 10, 0])):
-        table.mark_with(torch.tensor([generation], dtype=torch.int32, device=DEVICE))
+        table.generation.fill_(generation)
         grad.tensor[0] = element
         flag = torch.zeros((), device=DEVICE)
         launch_check(table, flag)

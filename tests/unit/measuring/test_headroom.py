@@ -27,7 +27,7 @@ def measuring(place: Place, **options: Any) -> GradScaler:
 def test_every_way_of_checking_measures(place: Place, how: str) -> None:
     scaler = measuring(place, init_scale=2.0**10)
     values = [torch.tensor([0.0, 2.0**-15, -3.0]), torch.tensor([[5.0, 0.0], [2.0**-14, 1.0]]).half(), torch.zeros(0)]
-    scaler._ours.allow_fp16 = True
+    scaler._ours.checks.allow_fp16 = True
     optimizer: Any = sgd(values, place.device)
     if how == "fused":
         optimizer = torch.optim.AdamW(optimizer.param_groups[0]["params"][:1], fused=True)

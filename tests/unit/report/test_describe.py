@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import scaler_triton
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
 from scaler_triton.core import dispatch
-from scaler_triton.core.flag import HostCopy
+from scaler_triton.core.memory import HostCopy
 from scaler_triton.report import describe
 
 

@@ -1,0 +1,76 @@
+"""Looks: what a check does with each batch of gradients, and what it adds to the message of the ranks.
+
+Most checks take one, `Divide` or `Read`. Rooms add theirs; nothing here knows which there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from scaler_triton.core import torch_ops
+from scaler_triton.core.memory import fp32_on
+from scaler_triton.core.passes import check_batch, unscale_batch_
+from scaler_triton.core.torch_ops import inverse
+
+if TYPE_CHECKING:
+    from scaler_triton.core.flag import Flag
+    from scaler_triton.core.plan import Batch, GradPlan
+    from scaler_triton.core.ranks import Ranks
+
+
+class Look:
+    """One of the looks of a check; of several the first ones see the gradients before a later one writes them.
+
+    `n_sums` is how many numbers it adds to the ranks' message, which is a sum then. None: none, their largest flag is
+    enough. `totals` are the message's own numbers (`kernels.abi`), if the look computes them on its way.
+    """
+
+    n_sums: int | None = None
+    totals: Tensor | None = None
+
+    def begin(
+        self, plan: GradPlan, parameters: Sequence[Tensor], peers: Ranks | None, flag: Flag, scale: Tensor
+    ) -> None:
+        """Prepare for one optimizer's batches; `peers` must agree, `flag` and `scale` are as of `run`."""
+
+    def run(self, batch: Batch, scale: Tensor, flag: Flag) -> None:
+        """Look at a batch: set `flag.on(device)` if a gradient is not finite; `scale` has one element, at home."""
+        raise NotImplementedError
+
+    def numbers(self, flags: Sequence[Flag]) -> Tensor:
+        """Return this rank's numbers, `wide_dtype` [n_sums], on the flags' device."""
+        raise NotImplementedError
+
+    def agreed(self, flags: Sequence[Flag], numbers: Tensor) -> None:
+        """Take the sums of `numbers` over the ranks."""
+
+    def judge(self, flags: Sequence[Flag], peers: Ranks | None) -> None:
+        """Set flags by what all ranks together have; the last word of a check."""
+
+
+class Divide(Look):
+    """found_inf = any gradient is NaN or Inf; g *= 1 / scale, but for Partial ones."""
+
+    def run(self, batch: Batch, scale: Tensor, flag: Flag) -> None:
+        """Check a batch and divide it."""
+        device = batch.layout.device
+        found_inf = flag.on(device)
+        if batch.is_partial:
+            check_batch(batch, found_inf)
+        elif batch.layout.backend == "torch":
+            flag.written = True
+            torch_ops.unscale_(batch.present, fp32_on(device, inverse(scale)), found_inf)
+        else:
+            flag.written = True
+            unscale_batch_(batch, fp32_on(device, scale), found_inf, inverse=False)
+
+
+class Read(Look):
+    """found_inf = any gradient is NaN or Inf."""
+
+    def run(self, batch: Batch, scale: Tensor, flag: Flag) -> None:
+        """Check a batch."""
+        check_batch(batch, flag.on(batch.layout.device))
