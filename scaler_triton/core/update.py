@@ -274,9 +274,10 @@ def check_streak(scaler: GradScaler) -> None:
     ours, limit = scaler._ours, scaler._ours.limits.max_consecutive_skips
     seen = ours.lagging.push(ours.counters.on(scaler._scale.device))
     if seen is not None and limit is not None and seen[STREAK] > limit:
+        by_now = "" if ours.guard is not None else f"; by now the scale is {scaler.get_scale()}"
         raise SkipStreakError(
-            f"{count_of(seen[STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit}; "
-            f"{LaggingCounters.LAG} updates later the scale is {scaler.get_scale()}. {ScalerStats.of(seen)}\n"
+            f"{count_of(seen[STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit} "
+            f"(raised {LaggingCounters.LAG} updates late{by_now}). {ScalerStats.of(seen)}\n"
             f"{scaler.overflow_report()}"  # this rank's only: not all ranks may get here
         )
 

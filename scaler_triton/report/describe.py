@@ -44,10 +44,9 @@ def describe(scaler: GradScaler) -> str:
     elif not ours.by_norm:
         parts.append("no spike_sigma")
     else:
-        windows = ours.guard.windows()
-        for window in windows:
+        for window in ours.guard.windows():
             is_new &= _look(window.copy, window.memory, end)
-        parts += [window.described() for window in windows] or ["no norm yet"]
+        parts += ours.guard.described()
     counters = ours.counters
     is_new &= isinstance(counters.values, list) or _look(counters.copy, counters.values, end)
     parts += [_counted(ours), *([] if is_new else [_BEHIND])]

@@ -57,6 +57,8 @@ def _warn(scaler: GradScaler, what: str) -> None:
             known = f"; the scale is {scaler.get_scale()}"
         report = scaler.overflow_report()  # this rank's only: not all ranks may get here
         known += f". {report.conclusion or str(report).splitlines()[0]}"
-    advice = "a number ends such a run with SkipStreakError" if limit is None else "then SkipStreakError ends the run"
-    text = f"{what}{known or '.'} max_consecutive_skips is {limit}: {advice}."
+    advice = "Set max_consecutive_skips to end such a run with SkipStreakError."
+    if limit is not None:
+        advice = f"After more than max_consecutive_skips={limit} in a row, SkipStreakError ends the run."
+    text = f"{what}{known or '.'} {advice}"
     warnings.warn(text, stacklevel=stacklevel())
