@@ -170,7 +170,7 @@ def draw_scales(runs: dict[str, Run]) -> None:
     """Write the picture: the scale of each policy in powers of two, with a mark at every skip."""
     plt.style.use(HERE / "pages.mplstyle")
     mpl.rcParams["svg.hashsalt"] = "policies"  # the same picture every time
-    figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(5.8, 3.2), layout="constrained")
     for (name, run), colour in zip(runs.items(), ("tab:orange", "tab:blue"), strict=True):
         label = f"{name}: {len(run.skipped)} of {STEPS} steps skipped"
         axes.step(range(STEPS), run.scales, where="post", color=colour, label=label)

@@ -30,7 +30,7 @@ napoleon_use_rtype = False
 nitpicky = False
 
 
-LABEL = re.compile(r"^(Returns|Raises|Warns|Args and raises): (?=\S)")
+LABEL = re.compile(r"^(Returns|Yields|Raises|Warns|Args and raises|Args, returns and raises): (?=\S)")
 LITERAL = re.compile(r"(?<=[^\s:])(:?)\n\n(?=    )")  # text, a blank line, an indented block
 
 

@@ -39,7 +39,9 @@ def draw(losses: list[float], scales: list[float], skipped: list[int]) -> None:
     """Write the picture: the scale in powers of two with a mark at every skip, the loss below."""
     plt.style.use(OUT.with_name("pages.mplstyle"))
     mpl.rcParams["svg.hashsalt"] = "skips"  # the same picture every time
-    figure, (above, below) = plt.subplots(2, sharex=True, figsize=(8, 4.2), height_ratios=(3, 2), layout="constrained")
+    figure, (above, below) = plt.subplots(
+        2, sharex=True, figsize=(5.8, 4.2), height_ratios=(3, 2), layout="constrained"
+    )
     above.step(range(STEPS), scales, where="post", color="tab:blue")
     above.scatter(skipped, [scales[step] for step in skipped], marker="x", color="tab:red", zorder=3, clip_on=False)
     above.set_yscale("log", base=2)

@@ -1,8 +1,8 @@
 """Draw `step.svg`: what the scaler does in one clipped FSDP2 step, torch's beside ours.
 
 Counted, not timed: torch's ops, those of 2.13, and our launches, for one dtype on one GPU with a plain AdamW.
-`tests/nightly/simulator/test_traffic.py` counts the bytes of our passes. Widths of passes are the bytes they move per
-fp32 element; everything else is drawn in the same small width.
+`tests/nightly/simulator/test_traffic.py` counts the bytes of our passes. A pass is as high as the bytes it moves per
+fp32 element; everything else has one small height. Time goes down, so that letters can be read on a phone.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 
 OUT = Path(__file__).parent / "step.svg"
 COLOURS = {"pass": "#9ecae1", "small": "#d9d9d9", "collective": "#fdae6b", "wait": "#e34a33", "theirs": "#f7f7f7"}
-SMALL = 1.0  # the width of whatever is no pass, in bytes per element
-GAP = 0.1  # between two boxes, of the same unit
+SMALL = 2.4  # the height of whatever is no pass, in bytes per element
+GAP = 0.25  # between two boxes, of the same unit
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Work:
     moved: int = 0  # bytes per fp32 element
 
     @property
-    def width(self) -> float:
-        """How wide its box is."""
-        return self.moved or SMALL * (2.6 if self.kind == "theirs" else 1.0)
+    def height(self) -> float:
+        """How high its box is."""
+        return self.moved or SMALL
 
 
 TORCH = [
@@ -54,7 +54,7 @@ TORCH = [
 
 OURS = [
     Work("theirs", "backward"),
-    Work("pass", "check,\nnorm", moved=4),
+    Work("pass", "check, norm", moved=4),
     Work("small", "sum up"),
     Work("collective", "both"),
     Work("pass", "unscale, clip", moved=8),
@@ -65,17 +65,16 @@ OURS = [
 ]
 
 
-def lane(axes: Axes, y: float, name: str, works: list[Work]) -> None:
-    """Draw one step from left to right, and its sums at the end."""
-    x = 0.0
+def lane(axes: Axes, x: float, name: str, works: list[Work]) -> None:
+    """Draw one step from top to bottom, and its sums at the end."""
+    y = 0.0
     for work in works:
-        axes.barh(y, work.width - GAP, left=x + GAP / 2, height=0.5, color=COLOURS[work.kind])
+        axes.bar(x, work.height - GAP, bottom=y + GAP / 2, width=0.9, color=COLOURS[work.kind])
         label = f"{work.count} x {work.text}" if work.kind == "small" and work.count > 1 else work.text
-        size = {"fontsize": 7, "rotation": 90 if work.width < 2 else 0}
-        axes.text(x + work.width / 2, y, label, ha="center", va="center", color="black", **size)
-        x += work.width
-    axes.text(-0.4, y, name, ha="right", va="center", fontsize=10, weight="bold")
-    axes.text(x + 0.5, y, sums(works), ha="left", va="center", fontsize=8)
+        axes.text(x, y + work.height / 2, label, ha="center", va="center_baseline", color="black")
+        y += work.height
+    axes.text(x, -1, name, ha="center", va="bottom", weight="bold")
+    axes.text(x, y + 0.5, sums(works), ha="center", va="top")
 
 
 def sums(works: list[Work]) -> str:
@@ -96,13 +95,14 @@ def draw() -> None:
     """Write the picture."""
     plt.style.use(OUT.with_name("pages.mplstyle"))
     mpl.rcParams["svg.hashsalt"] = "step"  # the same picture every time
-    figure, axes = plt.subplots(figsize=(11, 2.9), layout="constrained")
-    lane(axes, 1.0, "torch", TORCH)
-    lane(axes, 0.25, "ours", OURS)
+    figure, axes = plt.subplots(figsize=(5.8, 6.6), layout="constrained")
+    lane(axes, 0.0, "torch", TORCH)
+    lane(axes, 1.0, "ours", OURS)
     names = {"pass": "pass over the gradients", "small": "tiny launch", "collective": "collective", "wait": "host wait"}
     handles = [mpl.patches.Patch(color=COLOURS[kind], label=name) for kind, name in names.items()]
-    axes.legend(handles=handles, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 0.0), frameon=False, fontsize=8)
-    axes.set_xlim(-3, 44)
+    figure.legend(handles=handles, ncols=2, loc="outside lower center", frameon=False)
+    axes.set_xlim(-0.55, 1.55)
+    axes.invert_yaxis()
     axes.axis("off")
     figure.savefig(OUT, metadata={"Date": None})
 

@@ -31,9 +31,11 @@ COUNTERS = 8
 
 # A guard's window, fp64: a header, and behind it a ring of the last finite norms, of spikes their limits. The header:
 # how many entered the ring; what the norm judged last adds to it when the next step is judged, and whether that norm
-# was a spike; norm, limit and generation (see below) of the last spike; and the rule's sigma.
+# was a spike (1, else 0; NOT_JUDGED until there is one); norm, limit and generation (see below) of the last spike; and
+# the rule's sigma.
 COUNT, LAST, IS_SPIKE, SPIKE_NORM, SPIKE_LIMIT, SPIKE_GENERATION, SIGMA = range(7)
 HEADER = 8
+NOT_JUDGED = -1.0
 MAX_WINDOW = 4096  # one program holds all of it in registers
 
 # The numbers of the update rule, fp64 on the device. The interval is exact wherever it can be reached: the growth

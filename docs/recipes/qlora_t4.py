@@ -21,7 +21,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from scaler_triton.integrations.accelerate import use_scaler_triton
+from scaler_triton import use_scaler_triton
 
 name = tempfile.mkdtemp()
 words = [f"w{number}" for number in range(62)]
@@ -75,11 +75,11 @@ trainer = SFTTrainer(
     peft_config=lora,
 )
 
-scaler = use_scaler_triton(trainer.accelerator)
+scaler = use_scaler_triton(trainer)
 
 adapters = [each for each in trainer.model.parameters() if each.requires_grad]
 print({each.dtype for each in adapters})
-print(type(trainer.accelerator.scaler))
+print(trainer.accelerator.scaler)
 
 trainer.train()
 

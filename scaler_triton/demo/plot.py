@@ -47,12 +47,14 @@ def draw(config: Config, runs: Mapping[str, Sequence[Trace]], title: str, look: 
     below[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (above, *below):
         for step in config.bad_shards:
-            axes.axvline(step + 1, color=look.bad, linewidth=1, linestyle=":", zorder=0)
+            below_legend = {"ymin": 0.0, "ymax": 0.82}
+            axes.axvline(step + 1, **below_legend, color=look.bad, linewidth=1, linestyle=":", zorder=0)
         axes.set_facecolor("none")
         axes.grid(axis="y", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if axes is not above or len(runs) > 1:
-            place = {"loc": "upper right"} if axes is above else {"loc": "upper left", "ncols": 3, "columnspacing": 1.2}
+            loc = "upper right" if axes is above else "upper left"
+            place = {"loc": loc, "ncols": 3, "columnspacing": 1.2}
             axes.legend(**place, frameon=False, borderpad=0.1, borderaxespad=0.1, handlelength=1.4, handletextpad=0.5)
     return figure
 

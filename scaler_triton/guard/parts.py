@@ -121,7 +121,7 @@ class GuardParts(Parts):
         if self.guard.sigma is None:
             return ["no spike_sigma"], True
         looked = [look(window.copy, window.memory) for window in self.guard.windows()]
-        return [window.described() for window in self.guard.windows()] or ["no norm yet"], all(looked)
+        return self.guard.described(), all(looked)
 
     def newest(self, scaler: GradScaler) -> dict[str, float]:
         """Return the last norms and their limits, as far as they are on the host."""

@@ -21,6 +21,7 @@ from scaler_triton.core.memory import HostCopy
 from scaler_triton.core.message import read_sums
 from scaler_triton.core.torch_ops import wide_dtype
 from scaler_triton.kernels import abi
+from scaler_triton.text import count_of
 
 if TYPE_CHECKING:
     from scaler_triton.core.ranks import Ranks
@@ -64,6 +65,11 @@ class Guard:
             behind = f"_{number}" if len(known) > 1 else ""
             found |= {f"norm{behind}": norm, f"limit{behind}": limit}
         return found
+
+    def described(self) -> list[str]:
+        """Return what each window knows, those included whose optimizers have not stepped since a checkpoint."""
+        loaded = [held(min(len(norms), self.length)) for norms in self._loaded]
+        return [*(window.described() for window in self.windows()), *loaded] or [held(0)]
 
     def new_window(self, device: torch.device, requested: str) -> Window:
         """Return a new window on `device`."""
@@ -148,7 +154,7 @@ class Window:
         return self._judged(self.copy.newest(self.memory))
 
     def _judged(self, values: Any) -> tuple[float, float] | None:
-        if values is None or (not values[abi.COUNT] and math.isnan(values[abi.LAST])):
+        if values is None or values[abi.IS_SPIKE] == abi.NOT_JUDGED:
             return None
         if values[abi.IS_SPIKE]:
             return values[abi.SPIKE_NORM], values[abi.SPIKE_LIMIT]
@@ -169,9 +175,10 @@ class Window:
 
     def described(self) -> str:
         """Return norm and limit of the step judged last, as far as `copy` has them."""
-        judged = self._judged(self.copy.latest)
+        values = self.copy.latest
+        judged = self._judged(values)
         if judged is None:
-            return "no norm yet"
+            return held(0 if values is None else min(int(values[abi.COUNT]), self.length))
         norm, limit = judged
         known = f"limit {limit:.4g}" if limit < math.inf else f"no limit before {self.fewest} norms"
         return f"norm {norm:.4g}, {known}"
@@ -179,7 +186,8 @@ class Window:
     def restore(self, norms: Sequence[float]) -> None:
         """Replace the norms by the last of these that the window holds, and forget the last spike."""
         values = [0.0] * (abi.HEADER + self.length)
-        values[abi.SIGMA], values[abi.SPIKE_GENERATION], values[abi.LAST] = self._sigma, -1.0, math.nan
+        values[abi.SIGMA], values[abi.SPIKE_GENERATION] = self._sigma, -1.0
+        values[abi.LAST], values[abi.IS_SPIKE] = math.nan, abi.NOT_JUDGED
         kept = list(norms)[-self.length :]
         values[abi.COUNT], values[abi.HEADER : abi.HEADER + len(kept)] = float(len(kept)), kept
         with sync_allowed(self.memory.device):
@@ -212,6 +220,11 @@ class Spike(Norm):
             self._window.judge(self.totals, flags[0], self._counters)
         elif checked := [flag for flag in flags if flag.parts]:
             self._window.judge(self.totals, checked[0], self._counters)
+
+
+def held(count: int) -> str:
+    """Return in words that so many norms came from a checkpoint, and none has been judged by them."""
+    return f"{count_of(count, 'norm')} loaded" if count else "no norm yet"
 
 
 def _sum(values: Tensor) -> Tensor:

@@ -36,13 +36,13 @@ def use_scaler_triton(accelerator: Any, **settings: Any) -> GradScaler:
     The scaler is a `ShardedGradScaler` under FSDP1, else a `GradScaler`, with the numbers of `GradScalerKwargs`. Then,
     of this accelerator only:
 
-        clip_grad_norm_(parameters, max_norm)   is scaler.clip_grad_norm_ of the prepared optimizers that hold them,
-                                                unless a subclass of `Accelerator` has its own
-        optimizer.step_was_skipped              is scaler.was_skipped(optimizer), fused or not
+        clip_grad_norm_(parameters, 1.0)  # scaler.clip_grad_norm_ of the optimizers that hold them
+        optimizer.step_was_skipped        # scaler.was_skipped(optimizer), fused or not
 
-    the scale is updated once for each loss, however many optimizers are stepped on it, and saving or loading a
-    checkpoint does not step the scaler. On a CPU, where Accelerate ignores `mixed_precision="fp16"`, this also turns
-    autocast on. May be called again: without `settings` the scaler stays.
+    The scale is updated once for each loss, however many optimizers are stepped on it, and saving or loading a
+    checkpoint does not step the scaler. A subclass of `Accelerator` keeps a `clip_grad_norm_` of its own. On a CPU,
+    where Accelerate ignores `mixed_precision="fp16"`, this also turns autocast on. May be called again: without
+    `settings` the scaler stays.
 
     Args:
         accelerator: with `mixed_precision="fp16"`, nothing prepared yet; changed. A Trainer's is taken from it, before

@@ -57,9 +57,10 @@ def raise_if_too_long(scaler: GradScaler) -> None:
     ours = scaler._ours
     seen, limit = ours.updates.too_many_skips(scaler._scale), ours.updates.limits.max_consecutive_skips
     if seen is not None:
+        by_now = f"; by now the scale is {scaler.get_scale()}" if ours.scales else ""
         raise SkipStreakError(
-            f"{count_of(seen[STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit}; "
-            f"{LaggingCounters.LAG} updates later the scale is {scaler.get_scale()}. {ScalerStats.of(seen)}\n"
+            f"{count_of(seen[STREAK], 'consecutive skip')}, more than max_consecutive_skips={limit} "
+            f"(raised {LaggingCounters.LAG} updates late{by_now}). {ScalerStats.of(seen)}\n"
             f"{scaler.overflow_report()}"  # this rank's only: not all ranks may get here
         )
 
@@ -71,6 +72,8 @@ def _warn(scaler: GradScaler, what: str) -> None:
             known = f"; the scale is {scaler.get_scale()}"
         report = scaler.overflow_report()  # this rank's only: not all ranks may get here
         known += f". {report.conclusion or str(report).splitlines()[0]}"
-    advice = "a number ends such a run with SkipStreakError" if limit is None else "then SkipStreakError ends the run"
-    text = f"{what}{known or '.'} max_consecutive_skips is {limit}: {advice}."
+    advice = "Set max_consecutive_skips to end such a run with SkipStreakError."
+    if limit is not None:
+        advice = f"After more than max_consecutive_skips={limit} in a row, SkipStreakError ends the run."
+    text = f"{what}{known or '.'} {advice}"
     warnings.warn(text, stacklevel=stacklevel())

@@ -283,6 +283,7 @@ def a_flag_that_was_kept(run: Run) -> Any:
     scaler.unscale_(optimizer)
     (flag,) = scaler._found_inf_per_device(optimizer).values()
     found = [flag.item()]
+    scaler.step(optimizer)
     scaler.update()
     params_of(optimizer)[0].grad = run.full(1.0)
     scaler.unscale_(optimizer)

@@ -64,6 +64,22 @@ def test_a_guard_says_the_last_norm_and_the_limit_that_it_was_judged_by() -> Non
     assert repr(StepGuard("cpu")) == "StepGuard(cpu, torch; no spike_sigma; no update yet)"
 
 
+def test_a_guard_that_loaded_a_checkpoint_says_how_many_norms_it_holds_until_one_is_judged() -> None:
+    guard, fresh, used, empty = (StepGuard("cpu", spike_sigma=2.0, window=4) for _ in range(4))
+    kept = [trained(guard, [1.0, 3.0, 2.0]), trained(used, [5.0, 7.0, torch.nan])]
+    for each in (fresh, used):
+        each.load_state_dict(guard.state_dict())
+        assert repr(each) == "StepGuard(cpu, torch; 3 norms loaded; 3 updates, none skipped)"
+        assert not {"guard/norm", "guard/limit"} & each.metrics().keys()
+    kept.append(trained(fresh, [4.5]))
+    assert repr(fresh) == "StepGuard(cpu, torch; norm 4.5, limit 4; 4 updates, 1 skipped, the last at 4)"
+    used.load_state_dict(empty.state_dict())
+    assert repr(used) == "StepGuard(cpu, torch; no norm yet; no update yet)"
+    kept.append(trained(empty, [torch.nan]))  # a first norm that never enters is one that was judged
+    assert "; norm nan, no limit before 2 norms; " in repr(empty)
+    assert len(kept) == 4
+
+
 def test_a_subclass_need_not_run_any_init_of_ours() -> None:
     class Theirs(GradScaler):
         def __init__(self) -> None:

@@ -51,7 +51,7 @@ def test_a_plain_optimizers_fiftieth_skip_in_a_row_is_warned_of_once(cls: Any, p
     scale = f"; the scale is {2.0**-126}" if cls is GradScaler else ""
     assert text == (
         f"50: 50 steps of SGD in a row were skipped{scale}. 1 of 1 gradients: overflow_report(model) names them. "
-        "max_consecutive_skips is None: a number ends such a run with SkipStreakError."
+        "Set max_consecutive_skips to end such a run with SkipStreakError."
     )
     assert [each[:3] for each in run.step("." + "x" * 60)] == ["51:"]  # another streak
 
@@ -65,7 +65,7 @@ def test_a_fused_optimizer_looks_every_64th_step_at_what_the_updates_counted(cls
     # A guard's last update comes with the step that looks.
     assert text.startswith(f"65: 107 updates in a row were skipped, the last one update 127{scale}")
     assert "1 of 1 gradients" in text
-    assert text.endswith("max_consecutive_skips is None: a number ends such a run with SkipStreakError.")
+    assert text.endswith("Set max_consecutive_skips to end such a run with SkipStreakError.")
     assert run.step("." + "x" * 50 + "." * 10) == []  # over before a look
     assert len(run.step("x" * 128)) == 1
 
@@ -88,7 +88,7 @@ def test_the_warning_tells_names_and_limit() -> None:
     (text,) = run.step("x" * 49)
     assert text == (
         "49: 50 steps of SGD in a row were skipped. Only weight: overflow there. "
-        "max_consecutive_skips is 99: then SkipStreakError ends the run."
+        "After more than max_consecutive_skips=99 in a row, SkipStreakError ends the run."
     )
 
 
@@ -108,7 +108,7 @@ def test_it_is_told_even_if_nothing_else_can_be_and_as_an_error_leaves_a_skipped
     run = Run(GradScaler)
     run.step("x" * 49)
     run.optimizers[0].param_groups[0]["params"][0].grad = torch.full((1,), math.inf)
-    text = r"^50 steps of SGD in a row were skipped\. max_consecutive_skips is None"
+    text = r"^50 steps of SGD in a row were skipped\. Set max_consecutive_skips"
     run.scaler.get_scale = mock.Mock(side_effect=RuntimeError)
     with pytest.raises(UserWarning, match=text):  # as tests take warnings
         run.scaler.step(run.optimizers[0])
