@@ -30,13 +30,13 @@ from scaler_triton.clipping import clip
 from scaler_triton.core import failures, fused, policy, ranks
 from scaler_triton.core.dispatch import (
     check_backend,
-    is_captured,
+    is_capturing,
     refuse_capture,
     skip_tracing,
     stacklevel,
     stream_of,
 )
-from scaler_triton.core.flag import Flag, Flags, any_flag
+from scaler_triton.core.flag import Flag, Flags, any_flag, new_flag
 from scaler_triton.core.memory import fp32_on
 from scaler_triton.core.overrides import overrides, own
 from scaler_triton.core.passes import check_batch, unscale_batch_
@@ -188,13 +188,12 @@ class GradScaler(torch.amp.GradScaler):
         steps, scale = self._ours.steps, self._scale
         if steps.unfinished:
             steps.loss_scaled()
-        if scale is not None and is_captured(scale):
-            steps.replayed = True  # each replay writes gradients without a call of this method
-        if isinstance(outputs, Tensor) and scale is not None and scale.device == outputs.device:
-            product: Any = outputs * scale
-            return product.type(outputs.dtype) if self._ours.checks.sharded else product  # type: ignore[no-any-return]
-        scaled: Outputs = super().scale(outputs)  # type: ignore[call-overload]
-        return scaled
+        if scale is not None:
+            if scale.is_cuda and is_capturing():
+                steps.replayed = True  # each replay writes gradients without a call of this method
+            if isinstance(outputs, Tensor) and outputs.device == scale.device:
+                return cast(Outputs, outputs * scale)
+        return cast(Outputs, super().scale(outputs))  # type: ignore[call-overload]
 
     def unscale_(self, optimizer: Any) -> None:
         """Divide the optimizer's gradients by the scale, and agree with the other ranks on whether one overflowed.
@@ -220,6 +219,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         step.require_unscalable()
         _check(self, step, optimizer, divide=True)
+        self._ours.checks.flag_is_read_later(step, optimizer)
 
     def clip_grad_norm_(
         self,
@@ -285,20 +285,17 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale is None or self._growth_tracker is None:
             self._ours.require_scale(self, "step", [optimizer])
         steps, is_fused = self._ours.steps, getattr(optimizer, "_step_supports_amp_scaling", False)
-        if not is_fused and is_captured(self._scale):
-            raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
         step, updates = steps.open(optimizer), steps.updates
-        step.require_steppable()
+        if step.phase is not READY:
+            _take_up(self, step, is_fused)
         if step.phase is FOREIGN:
             return super().step(optimizer, *args, **kwargs)
-        if step.phase is CARRIED:
-            self._ours.checks.resume(step, self._scale)
         if step.phase is READY:
-            (_check_for_fused if is_fused else _check_in_step)(self, step, optimizer)
+            (_check_for_fused if is_fused else _check_for_plain)(self, step, optimizer)
         try:
             result: float | None = (_step_fused if is_fused else _step_plain)(self, step, optimizer, args, kwargs)
         except BaseException:  # whatever it has done, the step is spent
-            steps.unfinished, step.outcome = True, None
+            step.outcome = None
             failures.spend(self._ours.checks, step, self._scale.device, agreed=True)
             raise
         step.steps_taken += 1
@@ -310,9 +307,10 @@ class GradScaler(torch.amp.GradScaler):
         step = optimizer_state
         if type(step) is not OptimizerStep:  # of a caller's own making
             return super()._maybe_opt_step(optimizer, step, *args, **kwargs)
-        step.outcome = skips = step.is_bad(self._ours.steps.exposed)  # hooks of the optimizer may ask for it
-        result: float | None = streak.skipped(self, step) if skips else optimizer.step(*args, **kwargs)
-        return result
+        step.outcome = step.is_bad(self._ours.steps.exposed)  # hooks of the optimizer may ask for it
+        if step.outcome:
+            return streak.skipped(self, step)
+        return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Back the scale off if any optimizer's flag was set; let it grow after `growth_interval` updates without one.
@@ -336,14 +334,15 @@ class GradScaler(torch.amp.GradScaler):
             self._check_scale_growth_tracker("update")  # raises torch's AssertionError
         # A garbage collection may free an optimizer meanwhile.
         checked = [state for state in [*ours.steps.values()] if state["found_inf_per_device"]]
-        captured = is_captured(scale)
+        captured = scale.is_cuda and is_capturing()
         carried = ours.checks.carried_over(captured) if ours.steps.unfinished else []
         if new_scale is not None:
             _set_scale(self, new_scale, checked)
         elif not checked:
             raise AssertionError("No inf checks were recorded prior to update.")
         else:
-            ours.updates.by_flags(scale, tracker, checked, _numbers(self), captured=captured, keep=bool(carried))
+            numbers = self._growth_factor, self._backoff_factor, self._growth_interval
+            ours.updates.by_flags(scale, tracker, checked, numbers, captured=captured, keep=bool(carried))
         ours.steps.close(carried)
         if ours.updates.limits.max_consecutive_skips is not None and not captured and new_scale is None:
             streak.raise_if_too_long(self)
@@ -574,7 +573,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Mapping[Any, Any]) -> None:
-        self._ours.checks.steps = self._ours.steps.replaced_by(states)
+        self._ours.steps = self._ours.checks.steps = self._ours.steps.replaced_by(states)
 
     def _get_scale_async(self) -> Tensor | None:
         return getattr(self, "_scale", None)
@@ -602,18 +601,19 @@ class GradScaler(torch.amp.GradScaler):
         # A call from outside a step, perhaps for a few parameters, must not begin one.
         step = checks.steps.last(optimizer) or OptimizerStep()
         plan, parameters = checks.plan(step, optimizer, found_inf.device)
-        flag = Flag(found_inf.new_zeros(STATUS))
+        flag = new_flag(found_inf.new_zeros(STATUS))
         flag.found_inf.copy_(found_inf.reshape(()))
-        for batch in plan.collect(parameters, allow_fp16=allow_fp16):
+        batches = plan.collect(parameters, allow_fp16=allow_fp16)
+        for batch in batches:
             device = batch.layout.device
             if batch.is_partial:
                 check_batch(batch, flag.on(device))
             else:
                 unscale_batch_(batch, fp32_on(device, inv_scale), flag.on(device), inverse=True)
-        if flag.was_found_on_cpu():
-            for observer in checks.observers:
-                observer.found(step, [])
-        return flag.parts or ({flag.device: flag.found_inf} if checks.needs_group else {})
+        if flag.gather():
+            checks.tell_found(step, batches)
+        here = {flag.device: flag.found_inf} if flag.has_gradients or (checks.needs_group and not flag.parts) else {}
+        return here | flag.parts
 
     def _check_inf_per_device(self, optimizer: Any) -> Any:
         """Check the optimizer's gradients without writing them, and return the agreed flag on every device.
@@ -697,40 +697,51 @@ class GradScaler(torch.amp.GradScaler):
         return clone
 
 
-def _check(scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool = False) -> None:
+def _take_up(scaler: GradScaler, step: OptimizerStep, is_fused: bool) -> None:
+    """Go on with a step whose gradients were checked before; torch's error if it was taken."""
+    if not is_fused:
+        _refuse_capture(scaler)
+    step.require_steppable()
+    if step.phase is CARRIED:
+        scaler._ours.checks.resume(step, scaler._scale)
+
+
+def _check(scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool) -> None:
     """Check the gradients; a subclass's own pass over them is made in place of ours."""
-    checks, scale, override = scaler._ours.checks, scaler._scale, None
-    if "_unscale_grads_" in overrides(scaler):
-        override = _override(scaler, optimizer, scale, divide=divide)
-    checks.check(step, optimizer, scale, scaler.process_group, divide=divide, by_step=by_step, override=override)
+    override = _override(scaler, optimizer, divide=divide) if "_unscale_grads_" in overrides(scaler) else None
+    group = scaler.process_group
+    scaler._ours.checks.check(step, optimizer, scaler._scale, group, divide=divide, override=override)
 
 
-def _override(scaler: GradScaler, optimizer: Any, scale: Tensor, *, divide: bool) -> Callable[[Flag], Flags]:
+def _override(scaler: GradScaler, optimizer: Any, *, divide: bool) -> Callable[[Flag], Flags]:
     def run(flag: Flag) -> Flags:
-        factor = inverse(scale).clone() if divide else torch.ones_like(flag.found_inf)
+        factor = inverse(scaler._scale).clone() if divide else torch.ones_like(flag.found_inf)
         allow_fp16 = scaler._ours.checks.allow_fp16 or not divide
-        flags: Flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, allow_fp16)
-        return flags
+        return scaler._unscale_grads_(optimizer, factor, flag.found_inf, allow_fp16)
 
     return run
 
 
-def _check_in_step(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
+def _refuse_capture(scaler: GradScaler) -> None:
+    if scaler._scale.is_cuda and is_capturing():
+        raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
+
+
+def _check_for_plain(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
+    _refuse_capture(scaler)
     if "unscale_" in overrides(scaler):
         scaler.unscale_(optimizer)
     else:
-        _check(scaler, step, optimizer, divide=True, by_step=True)
+        _check(scaler, step, optimizer, divide=True)
 
 
 def _check_for_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
     """Check the gradients of a step whose optimizer will divide them; a guard's are unscaled: it need not."""
-    if fused.takes_scaler(step, optimizer):
-        if hasattr(optimizer, "param_groups"):  # older containers lack them
-            _check(scaler, step, optimizer, divide=not scaler._ours.scales, by_step=True)
-    elif "_check_inf_per_device" in overrides(scaler):
+    is_asked = fused.takes_scaler(step, optimizer)
+    if not is_asked and "_check_inf_per_device" in overrides(scaler):
         scaler._check_inf_per_device(optimizer)
-    else:
-        _check(scaler, step, optimizer, divide=not scaler._ours.scales, by_step=True)
+    elif not is_asked or hasattr(optimizer, "param_groups"):  # older containers lack them
+        _check(scaler, step, optimizer, divide=not scaler._ours.scales)
 
 
 def _step_plain(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -740,10 +751,16 @@ def _step_plain(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: A
     if step.phase is FAILED:
         step.outcome = FAILED
         return None
-    if "_maybe_opt_step" in overrides(scaler):  # it may write the flags
-        scaler._ours.steps.exposed = True
+    if "_maybe_opt_step" in overrides(scaler):
+        return _step_by_override(scaler, step, optimizer, args, kwargs)
+    return scaler._maybe_opt_step(optimizer, step, *args, **kwargs)
+
+
+def _step_by_override(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Step by a subclass's `_maybe_opt_step`, which may write the flags, and need not call ours."""
+    scaler._ours.steps.exposed = True
     result = scaler._maybe_opt_step(optimizer, step, *args, **kwargs)
-    if step.outcome is None:  # a subclass's `_maybe_opt_step` does not call ours
+    if step.outcome is None:
         step.outcome = any_flag(step["found_inf_per_device"].values(), scaler._scale.device)
     return result
 

@@ -36,17 +36,13 @@ class Parts:
     def __init__(self, sharded: bool = False) -> None:
         self.counters = Counters()
         self.checks = Checks(self.counters, sharded=sharded)
+        self.steps: Steps = self.checks.steps
         self.checks.observers.append(Marking(self.counters))
         self.updates = Updates(self.counters, self.checks)
         self.headroom: HeadroomRule | None = None  # None: torch's rule
         self.scale_copy = HostCopy()  # for `metrics`
         self.models = Models()
         self.warned_of: int | None = None  # the update before the streak of skips that was warned of
-
-    @property
-    def steps(self) -> Steps:
-        """The registry of steps; other code may assign another."""
-        return self.checks.steps
 
     def looks_with_norm(self, step: OptimizerStep, scale: Tensor, model: nn.Module | None) -> Sequence[Look]:
         """Return the looks of a clip, which divides later; the last one gives the norm."""

@@ -31,7 +31,7 @@ from scaler_triton.core.dispatch import stacklevel
 from scaler_triton.core.flag import any_flag
 from scaler_triton.core.look import Look
 from scaler_triton.core.memory import fp32_on
-from scaler_triton.core.message import agree, read_sums, tell_failure
+from scaler_triton.core.message import read_sums, tell_failure
 from scaler_triton.core.overrides import overrides
 from scaler_triton.core.plan import Batch, GradPlan
 from scaler_triton.core.ranks import Ranks, group_ranks, mesh_ranks, several_ranks
@@ -198,10 +198,7 @@ def _clip_at_once(
     """Clip by the 2-norm of the pass that checked; return as `_clip_scaled` does."""
     scale, checks, group = scaler._scale, scaler._ours.checks, scaler.process_group
     flags = [part.flag for part in parts]
-    if peers is not None:
-        agree(flags, looks, scale, peers)
-    for look in looks:
-        look.judge(flags, peers)
+    checks.agree(flags, looks, scale, peers)
     totals = looks[-1].totals
     assert totals is not None
     refused = request.error_if_nonfinite and not math.isfinite(torch_ops.norm_of(totals).item())
@@ -227,7 +224,9 @@ def _clip_at_once(
             norm, unwritten = got if here else norm, None if wrote else unwritten
         if unwritten is not None:
             read_sums(part.flag, totals)
-        part.step.checked(part.flag, checks.flags_for(part.flag, part.plan, peers, group, summed=True), divided=True)
+        flags_of_step = checks.flags_for(part.flag, part.plan, peers, group, summed=True)
+        part.step.checked(part.flag, flags_of_step, divided=True)
+        checks.flag_is_read_later(part.step, part.optimizer)
     return torch_ops.norm_of(totals) if norm is None else norm, refused
 
 

@@ -51,7 +51,7 @@ class Norm(Look):
         self._plan, self._parameters, self._requested = plan, parameters, plan.requested
         self._replicas = replicas_in(plan, parameters, peers, self._model, guess=self._guess)
         self._counts: Sequence[int] | None = None  # of the gradients, which backward may shard differently
-        self._scale = scale
+        self._scale, self._has_peers = scale, peers is not None
 
     def run(self, batch: Batch, scale: Tensor, flag: Flag) -> None:
         """Add a batch's sum of squares."""
@@ -66,9 +66,11 @@ class Norm(Look):
     def totals(self) -> Tensor:  # type: ignore[override]
         """This rank's totals, `wide_dtype` [TOTALS], on the scale's device; the same tensor at each call."""
         if len(self._every) != 1:
-            summed = torch.zeros(TOTALS, dtype=wide_dtype(self.device), device=self.device)
-            summed += sum(self._every)
-            write_scales(summed[SCALES:], self._scale)
+            wide = wide_dtype(self.device)
+            nothing = not self._every
+            summed = torch.zeros(TOTALS, dtype=wide, device=self.device) if nothing else torch.stack(self._every).sum(0)
+            if self._has_peers:
+                write_scales(summed[SCALES:], self._scale)
             self._every = [summed]
         return self._every[0]  # a batch's hold the scale
 

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from scaler_triton.core import failures, ranks
-from scaler_triton.core.dispatch import Task, is_captured, usual_backend
+from scaler_triton.core.dispatch import Task, is_captured, is_capturing, usual_backend
 from scaler_triton.core.flag import Flag, FlagRows, Flags, as_flag
 from scaler_triton.core.look import Divide, Look, Read
 from scaler_triton.core.message import agree
 from scaler_triton.core.plan import Batch, GradPlan
 from scaler_triton.core.registry import Steps
+from scaler_triton.core.step import FLAGS
 
 if TYPE_CHECKING:
     from scaler_triton.core.observer import Observer
@@ -66,7 +67,6 @@ class Checks:
         group: Any,
         *,
         divide: bool,
-        by_step: bool = False,
         override: Override | None = None,
     ) -> None:
         """Check an optimizer's gradients, divide them by the scale if asked to, and agree with the other ranks.
@@ -77,7 +77,6 @@ class Checks:
             scale: one element; read.
             group: the ranks that must agree instead of those of the parameters' meshes; None: these.
             divide: take the looks that divide, which make the step UNSCALED.
-            by_step: the flag is used at once.
             override: a pass to make instead, which may look at other gradients.
         """
         peers, flag, step.outcome = None, None, None
@@ -90,19 +89,20 @@ class Checks:
             if override is None:
                 self.look(looks, plan, parameters, step, scale, flag, peers, divide=divide)
             else:
-                flag.written, flag.parts = divide, override(flag)
+                flag.written = divide
+                flag.take(override(flag))
                 flag.gather()
         except BaseException as error:
             failures.fail(self, step, optimizer, scale.device, group, peers, flag, tell=isinstance(error, Exception))
             raise
         try:
-            if peers is not None:
-                agree([flag], looks, scale, peers)
-            for look in looks:
-                look.judge([flag], peers)
-            flags = self.flags_for(flag, plan, peers, group, summed=self.n_sums is not None)
-            step.checked(flag, flags, divided=divide, by_step=by_step)
-            self.steps.unfinished |= not by_step
+            if peers is not None or self.n_sums is not None:
+                self.agree([flag], looks, scale, peers)
+            if flag.has_gradients and not flag.parts and plan.devices == [flag.device]:
+                flags = {flag.device: flag.found_inf}
+            else:
+                flags = self.flags_for(flag, plan, peers, group)
+            step.checked(flag, flags, divided=divide)
         except BaseException:
             failures.spend(self, step, scale.device)
             raise
@@ -126,29 +126,37 @@ class Checks:
     ) -> Sequence[Batch]:
         """Take the looks at all gradients of one optimizer, perhaps at the sums of Partial ones; return its batches."""
         for look in looks:
-            look.begin(plan, parameters, peers, flag, scale)
+            if look.n_sums is not None:
+                look.begin(plan, parameters, peers, flag, scale)
         allow_fp16, summed = self.allow_fp16 or not divide, sums_partial or self.sums_partial
         batches = plan.collect(parameters, allow_fp16=allow_fp16, summed=summed)
         for batch in batches:
             for look in looks:
                 look.run(batch, scale, flag)
-        flag.gather()
-        if flag.was_found_on_cpu():
-            for observer in self.observers:
-                observer.found(step, batches)
+        if flag.gather():
+            self.tell_found(step, batches)
         return batches
 
-    def plan(self, step: OptimizerStep, optimizer: Any, home: torch.device) -> tuple[GradPlan, list[Tensor]]:
-        """Return the plan of the optimizer's gradients, a new one if its parameters changed, and these parameters.
+    def tell_found(self, step: OptimizerStep, batches: Sequence[Batch]) -> None:
+        """Tell the observers that a check has found a gradient that is not finite."""
+        for observer in self.observers:
+            observer.found(step, batches)
 
-        `model.to` moves or swaps all of them in place: then the first one, or the first DTensor, is elsewhere.
-        """
+    def agree(self, flags: Sequence[Flag], looks: Sequence[Look], scale: Tensor, peers: Ranks | None) -> None:
+        """Make the flags of one check equal on the ranks that must agree, and let the looks judge them."""
+        if peers is not None:
+            agree(flags, looks, scale, peers)
+        for look in looks:
+            look.judge(flags, peers)
+
+    def plan(self, step: OptimizerStep, optimizer: Any, home: torch.device) -> tuple[GradPlan, list[Tensor]]:
+        """Return the plan of the optimizer's gradients, a new one if its parameters changed, and these parameters."""
         groups, plan = optimizer.param_groups, step.plan
         if type(groups) is list and len(groups) == 1:
             parameters = groups[0]["params"]
         else:
             parameters = [each for group in groups for each in group["params"]]
-        if plan is None or list(map(id, parameters)) != plan.ids or plan.is_elsewhere(parameters, home):
+        if plan is None or not plan.is_for(parameters, home):
             skip_count = self.counters.skip_count_on(home)
             plan = step.plan = GradPlan(parameters, self.requested, self.task, home, skip_count)
         return plan, parameters
@@ -180,8 +188,8 @@ class Checks:
 
     def new_flag(self, step: OptimizerStep, scale: Tensor) -> Flag:
         """Return a cleared flag on the scale's device: the step's, unless that holds an earlier check's result."""
-        flag, captured = step.flag, is_captured(scale)
-        if flag is None or flag.device != scale.device or step.holds_flags():
+        flag, captured = step.flag, scale.is_cuda and is_capturing()
+        if flag is None or flag.device != scale.device or step[FLAGS] or step.carried:
             flag = self.rows_on(scale.device).flag()
         if captured and flag.rows is not None:
             flag.rows.captured.add(flag)  # each replay writes it
@@ -199,18 +207,24 @@ class Checks:
 
         `summed`: it may have been set after the passes.
         """
-        checked = [*flag.parts]
-        if checked == plan.devices == [flag.device]:
-            return {flag.device: flag.found_inf}
         if not self.has_flag(flag, peers, group):
             return {}
-        if peers is None and len(checked) == 1 and checked == plan.devices and not summed:  # it is there already
+        checked = flag.devices()
+        is_late = summed or self.n_sums is not None or peers is not None
+        if not is_late and checked == plan.devices == [*flag.parts] and len(checked) == 1:  # it is there already
             return {device: as_flag(part, device) for device, part in flag.parts.items()}
         return flag.on_devices((*checked, *plan.devices) or (flag.device,))
 
+    def flag_is_read_later(self, step: OptimizerStep, optimizer: Any) -> None:
+        """Start copying the flag of a step that was unscaled to the host, where a plain optimizer's step needs it."""
+        self.steps.unfinished = True
+        flag = step.flag
+        if flag is not None and not (flag.captured or getattr(optimizer, "_step_supports_amp_scaling", False)):
+            flag.start_copy()
+
     def has_flag(self, flag: Flag, peers: Ranks | None, group: Any) -> bool:
         """Return whether a check has a flag to give: this rank checked a gradient, or other ranks may have."""
-        return bool(flag.parts or peers) or (self.sharded and ranks.is_in_a_group(group))
+        return bool(flag.devices() or peers) or (self.sharded and ranks.is_in_a_group(group))
 
     def carried_over(self, captured: bool) -> list[OptimizerStep]:
         """Return the steps that the update which comes now carries over."""

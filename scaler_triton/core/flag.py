@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,12 +47,18 @@ class FlagRows:
         """Return a flag on a free row, which is freed with the flag, or on new memory if no row is free."""
         if not self._free:
             extra = None if self.extra is None else torch.zeros_like(self.extra[0])
-            return Flag(torch.zeros_like(self.status[0]), extra=extra)
+            return new_flag(torch.zeros_like(self.status[0]), extra=extra)
         row = self._free.pop()
-        flag = Flag(self.status[row], self, row, None if self.extra is None else self.extra[row])
+        flag = new_flag(self.status[row], self, row, None if self.extra is None else self.extra[row])
         # Callers may keep the tensor of a flag after the step has got another.
         weakref.finalize(flag.found_inf, self._free.append, row).atexit = False
         return flag
+
+
+def new_flag(status: Tensor, rows: FlagRows | None = None, row: int = 0, extra: Tensor | None = None) -> Flag:
+    """Return a flag for a row of status."""
+    on_host = status.is_cpu and type(status) is Tensor  # not one of torch's fake tensors
+    return (HostFlag if on_host else Flag)(status, rows, row, extra)
 
 
 class Flag:
@@ -62,8 +69,13 @@ class Flag:
         self.device = status.device
         self.found_inf = status[FLAG]
         self.cleared = False  # whether flag and failure are known to be zero
-        # Of the last check:
-        self.parts: Flags = {}  # what its passes have set, on each device with gradients; `found_inf` at home
+        self._copy = HostCopy()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the last check."""
+        self.has_gradients = False  # whether it looked at gradients on this device
+        self.parts: Flags = {}  # what its passes have set on other devices
         self.written = False  # whether it began to write gradients
         self.captured = False  # whether it was recorded into a graph
         self.is_final = False  # whether it covers other optimizers or was summed: `_check_inf_per_device` keeps it
@@ -71,45 +83,48 @@ class Flag:
         self.summed_over: int | None = None
         self.reader: int | None = None  # handle of the stream on which a fused step reads it
         self.saved = False  # whether an update has copied the flag into `rows.last_flags`
-        self._copy = HostCopy()
-        self._copied = False  # whether that copy is of the last check's status
-        # On the CPU Python reads and writes the memory itself: an op costs twenty times as much.
-        self._memory = host_memory(status) if status.is_cpu and type(status) is Tensor else None
+        self._copied = False  # whether the copy on the host is of its status
 
     def clear(self, captured: bool = False) -> None:
         """Clear the status for a new check; always in a capture, as each replay follows another step."""
-        if self._memory is not None:
-            self._memory[FLAG] = self._memory[FAILED] = 0.0
-        else:
-            if captured or not self.cleared:
-                self.status.zero_()
-            self.cleared = self._copied = False
-        self.parts, self.written, self.captured = {}, False, captured
-        self.is_final = self.saved = False
-        self.summed_over = self.reader = None
+        if captured or not self.cleared:
+            self.status.zero_()
+        self.cleared = False
+        self._forget()
+        self.captured = captured
 
     def on(self, device: torch.device) -> Tensor:
         """Return what a pass over gradients on `device` sets: `found_inf` at home, elsewhere what `gather` adds."""
-        part = self.parts.get(device)
-        if part is None:
-            at_home = device == self.device
-            part = self.parts[device] = self.found_inf if at_home else torch.zeros_like(self.found_inf, device=device)
-        return part
+        if device == self.device:
+            self.has_gradients = True
+            return self.found_inf
+        if device not in self.parts:
+            self.parts[device] = torch.zeros_like(self.found_inf, device=device)
+        return self.parts[device]
 
-    def gather(self) -> None:
-        """Set the flag if a part of it on another device is set, or one that was returned by an override."""
+    def take(self, flags: Flags) -> None:
+        """Take what an override has found on each device."""
+        self.parts = dict(flags)
+        if self.parts.get(self.device) is self.found_inf:
+            self.has_gradients = True
+            del self.parts[self.device]
+
+    def devices(self) -> list[torch.device]:
+        """Return where gradients were checked."""
+        return [*([self.device] if self.has_gradients else ()), *(each for each in self.parts if each != self.device)]
+
+    def gather(self) -> bool:
+        """Set the flag if a part of it is set; return whether one on the CPU is, which is known without a wait."""
+        is_known = False
         for part in self.parts.values():
-            if part is self.found_inf or (part.is_cpu and type(part) is Tensor and part.item() == 0.0):
-                continue  # on the CPU a look costs neither a wait nor a launch
-            self.found_inf.copy_(torch.maximum(self.found_inf, as_flag(part, self.device)))
-
-    def was_found_on_cpu(self) -> bool:
-        """Return whether a gradient on the CPU was not finite, without a wait for a device."""
-        return any(part.is_cpu and type(part) is Tensor and part.item() != 0.0 for part in self.parts.values())
+            if not part.is_cpu or type(part) is not Tensor or part.item() != 0.0:
+                is_known |= part.is_cpu and type(part) is Tensor
+                self.found_inf.copy_(torch.maximum(self.found_inf, as_flag(part, self.device)))
+        return is_known
 
     def is_set(self) -> bool:
         """Return whether the flag is set, waiting for its device."""
-        return (self.found_inf.item() if self._memory is None else self._memory[FLAG]) != 0.0
+        return bool(self.found_inf.item() != 0.0)
 
     def share(self, overflows: Tensor) -> None:
         """Set the flag to 1.0 if `overflows`, that of optimizers which are checked together, is not 0, else to 0.0."""
@@ -122,24 +137,19 @@ class Flag:
         return {each: flag if each == home else flag.to(each) for each in dict.fromkeys(devices)}
 
     def start_copy(self) -> None:
-        """Start copying the status to the host, without waiting; on the CPU it is there."""
-        if self._memory is None:
-            self._copy.start(self.status)
-            self._copied = True
+        """Start copying the status to the host, without waiting."""
+        self._copy.start(self.status)
+        self._copied = True
 
     def on_host(self, *, copied: bool = True) -> bool:
         """Return whether the flag is set, waiting for the device; raise if the ranks are apart.
 
         A copy of the last check's that is under way will do if `copied`.
         """
-        values: Sequence[float]
-        if self._memory is not None:
-            values = self._memory
-        else:
-            values = self._copy.read() if copied and self._copied else self.status.tolist()
+        status = self._copy.read() if copied and self._copied else self.status.tolist()
         if self.summed_over is not None:
-            require_together(values, self.summed_over, self.device)
-        return bool(values[FLAG] != 0.0)  # NaN is set, too
+            require_together(status, self.summed_over, self.device)
+        return bool(status[FLAG] != 0.0)  # NaN is set, too
 
     def last(self) -> bool:
         """Return the flag of the last step, waiting for the device; until an update, raise as `on_host` does."""
@@ -156,6 +166,38 @@ class Flag:
         if self.rows is not None and self in self.rows.captured:
             self.rows.last_flags[self.row].copy_(self.found_inf)
             self.saved = True
+
+
+class HostFlag(Flag):
+    """A flag on the CPU, where Python reads and writes the memory itself: an op costs twenty times as much."""
+
+    def __init__(self, status: Tensor, *given: Any) -> None:
+        super().__init__(status, *given)
+        self._memory = host_memory(status)
+
+    def clear(self, captured: bool = False) -> None:
+        """Clear the status for a new check."""
+        self._memory[FLAG] = self._memory[FAILED] = 0.0
+        self._forget()
+
+    def gather(self) -> bool:
+        """Set the flag if a part of it is set; return whether it is."""
+        if self.parts:
+            super().gather()
+        return self._memory[FLAG] != 0.0  # type: ignore[no-any-return]
+
+    def is_set(self) -> bool:
+        """Return whether the flag is set."""
+        return self._memory[FLAG] != 0.0  # type: ignore[no-any-return]
+
+    def start_copy(self) -> None:
+        """Do nothing: it is there."""
+
+    def on_host(self, *, copied: bool = True) -> bool:
+        """Return whether the flag is set; raise if the ranks are apart."""
+        if self.summed_over is not None:
+            require_together(self._memory, self.summed_over, self.device)
+        return self._memory[FLAG] != 0.0  # type: ignore[no-any-return]
 
 
 def as_flag(flag: Tensor, device: torch.device) -> Tensor:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from scaler_triton.core import torch_ops
 from scaler_triton.core.memory import fp32_on
 from scaler_triton.core.passes import check_batch, unscale_batch_
-from scaler_triton.core.torch_ops import inverse
 
 if TYPE_CHECKING:
     from scaler_triton.core.flag import Flag
@@ -56,16 +56,20 @@ class Divide(Look):
 
     def run(self, batch: Batch, scale: Tensor, flag: Flag) -> None:
         """Check a batch and divide it."""
-        device = batch.layout.device
-        found_inf = flag.on(device)
+        layout = batch.layout
+        found_inf = flag.on(layout.device)
         if batch.is_partial:
             check_batch(batch, found_inf)
-        elif batch.layout.backend == "torch":
-            flag.written = True
-            torch_ops.unscale_(batch.present, fp32_on(device, inverse(scale)), found_inf)
+            return
+        flag.written = True
+        by_torch = layout.backend == "torch"
+        factor = torch_ops.inverse(scale) if by_torch else scale
+        if layout.device != scale.device or factor.dtype is not torch.float32:
+            factor = fp32_on(layout.device, factor)
+        if by_torch:
+            torch_ops.unscale_(batch.present, factor, found_inf)
         else:
-            flag.written = True
-            unscale_batch_(batch, fp32_on(device, scale), found_inf, inverse=False)
+            unscale_batch_(batch, factor, found_inf, inverse=False)
 
 
 class Read(Look):

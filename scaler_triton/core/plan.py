@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import compress, repeat, starmap
-from operator import attrgetter, call, is_not, itemgetter
+from itertools import compress, starmap
+from operator import attrgetter, call, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -108,7 +108,9 @@ class GradPlan:
         # Devices where kernels have served sparse or Partial gradients, whose layouts are made anew in each step.
         self.irregular: set[torch.device] = set()
         self.dtensors = [index for index, each in enumerate(parameters) if gradients.is_dtensor(each)]
-        self.first_spec = self.spec_of_first(parameters)
+        self.watched = self.dtensors[0] if self.dtensors else 0  # the first DTensor, else the first parameter
+        watched = parameters[self.watched] if parameters else None
+        self.place = getattr(watched, "device", None), getattr(watched, gradients.SPEC, None)
         overrides = not all(is_plain(each) or each.__torch_function__ is _NO_OVERRIDE for each in parameters)
         self._reading: Callable[[], Any] = nullcontext if overrides else _unasked
         self._reduced_specs: list[Any] = [None] * len(parameters)  # of gradients that are not Partial
@@ -119,7 +121,9 @@ class GradPlan:
         self._matchers_by_form: dict[Any, Matcher] = {}
         self._build_layouts([_expected_form(parameter) for parameter in parameters], parameters)
 
-    def collect(self, parameters: Sequence[Tensor], *, allow_fp16: bool = True, summed: bool = False) -> list[Batch]:
+    def collect(
+        self, parameters: Sequence[Tensor], *, allow_fp16: bool = True, summed: bool = False
+    ) -> Sequence[Batch]:
         """Return this step's gradients of the plan's parameters as batches, accepted by `gradients.check_gradient`.
 
         Uncoalesced sparse fp16 gradients are replaced by coalesced ones, as torch does. A Partial one is multiplied by
@@ -132,28 +136,37 @@ class GradPlan:
             local = self._known_shards(grads)
         else:
             local = grads = tuple(map(_grad_of, parameters))  # a slice of all is itself, no copy
-        here: list[bool] | None = None  # which are not missing; None: all
+        if self._match_all is not None and local and (allow_fp16 or not self._has_fp16) and self._match_all(*local):
+            return [_new_batch((layout, row(local), row(local), False)) for layout, row in self._rows]
+        return self._collect_others(parameters, grads, local, allow_fp16, summed)
+
+    def _collect_others(
+        self,
+        parameters: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        local: Sequence[Tensor | None],
+        allow_fp16: bool,
+        summed: bool,
+    ) -> Sequence[Batch]:
+        """Do what `collect` does where gradients are missing, or not all have forms that were inspected."""
+        here = [grad is not None for grad in local]
         known = bool(local) and (allow_fp16 or not self._has_fp16)
-        if known and not (self._match_all and self._match_all(*local)):
-            here = list(map(is_not, local, repeat(None)))
-            known = all(map(call, compress(self._matchers, here), compress(local, here)))
-            if known and all(here):
-                here = None
-                if self._match_all is None:  # else torch's guard refuses a list that holds a gradient twice
-                    self._match_all = list_matcher(local, self._matchers)
+        known = known and all(map(call, compress(self._matchers, here), compress(local, here)))
+        if known and all(here) and self._match_all is None:  # else torch's guard refuses a list that holds one twice
+            self._match_all = list_matcher(local, self._matchers)
         others: list[Batch] = []
         if not known:
             if summed:
                 gradients.reduce_(parameters)
                 grads = tuple(map(_grad_of, parameters))
             local, others = self._inspect([*grads], parameters, allow_fp16)
-            here = list(map(is_not, local, repeat(None)))
+            here = [grad is not None for grad in local]
         batches = []
         for layout, row in self._rows:
             tensors = row(local)
-            present = tensors if here is None else list(compress(tensors, row(here)))
+            present = list(compress(tensors, row(here)))
             if present:
-                batches.append(_new_batch((layout, tensors, present, False)))
+                batches.append(Batch(layout, tensors, tensors if len(present) == len(tensors) else present))
                 known = known and layout.backend is not None  # all of it was missing at the choice, or that raised
         if not known:
             batches += others
@@ -245,17 +258,18 @@ class GradPlan:
                 self.grad_shards[index] = shards
         return partials
 
-    def is_elsewhere(self, parameters: Sequence[Tensor], home: torch.device) -> bool:
-        """Return whether the parameters or the scale were moved since the plan was made."""
-        return (
-            (bool(parameters) and parameters[0].device != self.first_device)
-            or home != self.home
-            or (bool(self.dtensors) and self.spec_of_first(parameters) != self.first_spec)
-        )
+    def is_for(self, parameters: Sequence[Tensor], home: torch.device) -> bool:
+        """Return whether the plan was made for these parameters, where they and the scale are now.
 
-    def spec_of_first(self, parameters: Sequence[Tensor]) -> Any:
-        """Return the DTensorSpec of the first parameter that is a DTensor; None if there is none, or no such name."""
-        return getattr(parameters[self.dtensors[0]], gradients.SPEC, None) if self.dtensors else None
+        `model.to` moves or swaps all parameters in place: then the watched one is elsewhere.
+        """
+        if list(map(id, parameters)) != self.ids or home != self.home:
+            return False
+        watched = parameters[self.watched] if parameters else None
+        return (
+            getattr(watched, "device", None) == self.place[0]
+            and getattr(watched, gradients.SPEC, None) == self.place[1]
+        )
 
     def _build_layouts(self, forms: list[_Form | None], parameters: Sequence[Tensor]) -> None:
         """Build a layout for each LayoutKey, with a slot for each form; change nothing if this raises."""
@@ -266,7 +280,6 @@ class GradPlan:
             if layout.device == self.home:  # kernels cannot read another GPU's memory
                 layout.skip_count = self._skip_count
         self.devices = [device for device in devices if device.type != "meta"]  # each needs a flag, which can be read
-        self.first_device = next(iter(devices), None)
         self._forms = forms
         self._rows = [(layout, _row(layout.positions)) for layout in self.layouts]
         self._has_fp16 = any(layout.key.dtype is torch.float16 for layout in self.layouts)

@@ -57,13 +57,8 @@ class Steps(dict[Any, Any]):
         if self.scaled:
             self.loss_scaled()
         step = self.get(id(optimizer))
-        if type(step) is OptimizerStep and step["stage"] is step.phase.stage:
-            owner = step.owner()
-            if owner is optimizer:
-                return step
-            handle = step.handles.get(id(optimizer))
-            if handle is not None and handle() is optimizer and owner is unwrap(optimizer):  # it may wrap another now
-                return step
+        if type(step) is OptimizerStep and step.owner() is optimizer and step["stage"] is step.phase.stage:
+            return step
         return self._find_or_make(optimizer)
 
     def last(self, optimizer: Any) -> OptimizerStep | None:
@@ -100,12 +95,12 @@ class Steps(dict[Any, Any]):
         """End an update: each step becomes READY, but those that are carried over it."""
         self.updates += 1
         self.unfinished, self.new_state = bool(carried), dict  # as torch's update leaves a mapping of its own
+        for step in carried:
+            step.carry()
         for key, step in [*self.items()]:
             if type(step) is not OptimizerStep or step.owner() is None:
                 del self[key]  # other code has put it here, or its optimizer is freed
-            elif any(step is each for each in carried):
-                step.carry()
-            else:
+            elif step.phase is not CARRIED:
                 step.reset()
 
     def replaced_by(self, states: Mapping[Any, Any]) -> Steps:
@@ -151,9 +146,13 @@ class Steps(dict[Any, Any]):
         return outcome.last_found_inf().clone() if isinstance(outcome, Flag) else outcome
 
     def _find_or_make(self, optimizer: Any) -> OptimizerStep:
-        """Do what `open` does for an optimizer that is new, or whose step other code has moved, replaced or written."""
+        """Do what `open` does for a wrapper, a new optimizer, or one whose step other code has moved or written."""
         inner = unwrap(optimizer)
         given: Any = self.get(id(optimizer))
+        if type(given) is OptimizerStep and given["stage"] is given.phase.stage:
+            handle = given.handles.get(id(optimizer), nobody)
+            if handle() is optimizer and given.owner() is inner:  # it may wrap another now
+                return given
         found: Any = self.get(id(inner))
         if found is None and _has_no_owner(given):
             found = given  # a framework looked it up by the wrapper, before the first call

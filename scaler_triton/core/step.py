@@ -78,7 +78,8 @@ class OptimizerStep(dict[str, Any]):
 
     def reset(self) -> None:
         """Begin the next step: its gradients are scaled and have not been checked."""
-        self._enter(READY)
+        self.phase = READY
+        self["stage"] = READY_STAGE
         self[FLAGS] = {}
         self.carried: Flags = {}  # the flags by which a CARRIED step will go; torch's class holds none after an update
         self.loss_is_newer = False
@@ -107,15 +108,13 @@ class OptimizerStep(dict[str, Any]):
             raise RuntimeError("step() has already been called since the last update().")
         self.drop_if_peer_failed()
 
-    def checked(self, flag: Flag, flags: Flags, *, divided: bool, by_step: bool = False) -> None:
-        """Store the flag that the ranks agreed on after a check, which `divided` or only read; `by_step`: in `step`."""
+    def checked(self, flag: Flag, flags: Flags, *, divided: bool) -> None:
+        """Store the flag that the ranks agreed on after a check, which `divided` or only read."""
         self.flag, self[FLAGS], self.carried = flag, flags, {}
         if divided:
-            self._enter(UNSCALED)
+            self.phase = UNSCALED
+            self["stage"] = UNSCALED_STAGE
             self.loss_is_newer = False
-            is_read_later = not (by_step or flag.captured)
-            if is_read_later and not getattr(self.owner(), "_step_supports_amp_scaling", False):  # on the host
-                flag.start_copy()
 
     def carry(self) -> None:
         """Outlive an update: what other code sees is a fresh state, and the step will go by the flags it has."""
@@ -177,7 +176,8 @@ class OptimizerStep(dict[str, Any]):
 
     def stepped(self) -> None:
         """End the step, which was taken or skipped."""
-        self._enter(STEPPED)
+        self.phase = STEPPED
+        self["stage"] = STEPPED_STAGE
 
     def adopt(self) -> None:
         """Follow a stage that other code has written."""
@@ -193,10 +193,6 @@ class OptimizerStep(dict[str, Any]):
             if not exposed or self.own_flag() is not None:
                 return is_bad
         return any(flag.item() != 0.0 for flag in self[FLAGS].values())
-
-    def holds_flags(self) -> bool:
-        """Return whether a check's result is still to be used."""
-        return bool(self[FLAGS] or self.carried)
 
     def own_flag(self) -> Flag | None:
         """Return the last check's flag if it is all that the step holds; None if other code has put in others."""

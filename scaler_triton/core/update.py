@@ -254,21 +254,27 @@ class Updates:
         if updater is None or not updater.serves(scale, tracker, self.counters.values):
             _check_numbers(scale, tracker)
             updater = self.updater = _Updater(scale, tracker, self)
-        flags = [_own_flag(step) for step in checked]
         if updater.on_host:
-            self._on_host(updater, scale, checked, flags, numbers)
-        elif updater.by_kernel and not keep and all(flag is not None and flag.rows is updater.rows for flag in flags):
+            found_inf = any(flag.item() != 0.0 for step in checked for flag in step["found_inf_per_device"].values())
+            update_on_host_(scale, updater.tracker, found_inf, numbers, self.limits, updater.counted)
+            return
+        self._on_device(updater, scale, tracker, checked, numbers, captured, keep)
+
+    def _on_device(
+        self,
+        updater: Any,
+        scale: Tensor,
+        tracker: Tensor,
+        checked: Sequence[Any],
+        numbers: Numbers,
+        captured: bool,
+        keep: bool,
+    ) -> None:
+        flags = [_own_flag(step) for step in checked]
+        if updater.by_kernel and not keep and all(flag is not None and flag.rows is updater.rows for flag in flags):
             self._by_kernel(updater, scale, tracker, flags, numbers, captured)
         else:
             self._by_any_flag(updater, scale, tracker, checked, numbers)
-
-    def _on_host(
-        self, updater: Any, scale: Tensor, checked: Sequence[Any], flags: Sequence[Flag | None], numbers: Numbers
-    ) -> None:
-        found_inf = False
-        for step, flag in zip(checked, flags, strict=True):
-            found_inf |= flag.is_set() if flag is not None else _is_any_set(step["found_inf_per_device"])
-        update_on_host_(scale, updater.tracker, found_inf, numbers, self.limits, updater.counted)
 
     def _by_kernel(
         self, updater: Any, scale: Tensor, tracker: Tensor, flags: Sequence[Any], numbers: Numbers, captured: bool
@@ -338,10 +344,6 @@ class Updates:
 def _own_flag(step: Any) -> Flag | None:
     """Return a step's flag if it is the scaler's own; other code may have written flags, or put in its own mappings."""
     return step.own_flag() if hasattr(step, "own_flag") else None
-
-
-def _is_any_set(flags: dict[torch.device, Tensor]) -> bool:
-    return any(flag.item() != 0.0 for flag in flags.values())
 
 
 def _saved_any_flag(checked: Sequence[Any], device: torch.device) -> Tensor:

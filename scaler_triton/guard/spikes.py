@@ -218,7 +218,7 @@ class Spike(Norm):
         """Set the flags if the norm is a spike or not finite."""
         if peers is not None:
             self._window.judge(self.totals, flags[0], self._counters)
-        elif checked := [flag for flag in flags if flag.parts]:
+        elif checked := [flag for flag in flags if flag.devices()]:
             self._window.judge(self.totals, checked[0], self._counters)
 
 
