@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scaler_triton import ops
     from scaler_triton.auditing.running import audit
-    from scaler_triton.core.update import ScalerStats, SkipStreakError
+    from scaler_triton.core.update import SkipStreakError
     from scaler_triton.grad_scaler import GradScaler
     from scaler_triton.guard.step_guard import StepGuard
     from scaler_triton.integrations.accelerate import use_scaler_triton, use_step_guard
     from scaler_triton.integrations.lightning import fsdp_precision, mixed_precision, step_guard_precision
     from scaler_triton.patching import patch_torch, unpatch_torch
     from scaler_triton.sharded import ShardedGradScaler
+    from scaler_triton.stats import ScalerStats
 
 __version__ = "0.2.0"
 __all__ = [
@@ -35,7 +36,7 @@ __all__ = [
 
 _HOMES = {
     "GradScaler": "grad_scaler",
-    "ScalerStats": "core.update",
+    "ScalerStats": "stats",
     "ShardedGradScaler": "sharded",
     "SkipStreakError": "core.update",
     "StepGuard": "guard.step_guard",

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.cuda.amp import common
 
+from scaler_triton import policy
 from scaler_triton.clipping import clip
-from scaler_triton.core import failures, fused, policy, ranks
+from scaler_triton.core import failures, fused, ranks
 from scaler_triton.core.dispatch import (
     check_backend,
     is_capturing,
@@ -40,20 +41,21 @@ from scaler_triton.core.flag import Flag, Flags, any_flag, new_flag
 from scaler_triton.core.memory import fp32_on
 from scaler_triton.core.overrides import overrides, own
 from scaler_triton.core.passes import check_batch, unscale_batch_
-from scaler_triton.core.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.core.registry import Steps
 from scaler_triton.core.step import CARRIED, FAILED, FOREIGN, READY, STEPPED, UNSCALED, OptimizerStep
 from scaler_triton.core.torch_ops import inverse
-from scaler_triton.core.update import LaggingCounters, ScalerStats
+from scaler_triton.core.update import LaggingCounters
 from scaler_triton.kernels.abi import CAP, MAX_SCALE, STATUS
 from scaler_triton.measuring.headroom import Headroom, HeadroomRule, read_headroom
 from scaler_triton.measuring.measure import is_measuring, measure_in
 from scaler_triton.parts import Parts
+from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.report import overflow as report
 from scaler_triton.report import streak
 from scaler_triton.report.describe import describe
 from scaler_triton.report.marks import marks_of
 from scaler_triton.report.overflow import Model, OverflowReport
+from scaler_triton.stats import ScalerStats
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scaler_triton import policy
 from scaler_triton.clipping.norm import norm_batch
 from scaler_triton.clipping.torch_ops import sum_of_squares
-from scaler_triton.core import passes, policy, torch_ops
+from scaler_triton.core import passes, torch_ops
 from scaler_triton.core.dispatch import check_backend, choose_for_scale, kernels
 from scaler_triton.core.gradients import check_gradient, check_overlap, local_tensor
 from scaler_triton.core.plan import Batch, Layout, Matcher, choose_backends, form_matcher, group, unknown

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from scaler_triton import grad_scaler
-from scaler_triton.core import policy, ranks
+from scaler_triton import grad_scaler, policy
+from scaler_triton.core import ranks
 
 
 def _deprecated(kind: str) -> type:

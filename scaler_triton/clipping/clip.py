@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from scaler_triton import policy
 from scaler_triton.clipping import norm as passes
 from scaler_triton.clipping import torch_ops
 from scaler_triton.clipping.norm import replicas_in
 from scaler_triton.clipping.replicas import replicas_of
-from scaler_triton.core import failures, gradients, policy
+from scaler_triton.core import failures, gradients
 from scaler_triton.core.dispatch import stacklevel
 from scaler_triton.core.flag import any_flag
 from scaler_triton.core.look import Look

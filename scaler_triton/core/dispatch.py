@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -10,14 +9,15 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import FunctionType, SimpleNamespace
+from importlib import import_module
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Backend = Literal["triton", "torch"]
-Task = Literal["unscaling", "measuring", "clipping", "guarding"]  # "clipping" includes norms
+Task = str  # a trial of `kernels/trial.py`; that of "unscaling" comes before any other
 
 if torch.__version__ < "2.10.0a0":
     raise ImportError(f"scaler_triton needs torch 2.10 or newer, got {torch.__version__}: pip install 'torch>=2.10'")
@@ -117,13 +117,23 @@ def reason_for(device: torch.device, dtype: torch.dtype, requested: str) -> str:
     return _chosen[device, dtype, requested, "unscaling"][1]
 
 
-@functools.cache
-def kernels() -> Any:
-    """Return the kernels' modules, imported on first use: triton is slow to import and may be missing."""
-    from scaler_triton.kernels import clip, launch, measure, norm, spike, table, trial, unscale, update_scale
+class _Kernels:
+    """The kernels' modules, imported on first use: triton is slow to import and may be missing."""
 
-    modules = clip, launch, measure, norm, spike, table, trial, unscale, update_scale
-    return SimpleNamespace(**{module.__name__.rpartition(".")[2]: module for module in modules})
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        module = import_module(f"scaler_triton.kernels.{name}")
+        setattr(self, name, module)
+        return module
+
+
+_kernels = _Kernels()
+
+
+def kernels() -> Any:
+    """Return the kernels' modules as attributes."""
+    return _kernels
 
 
 def _decide(device: torch.device, dtype: torch.dtype, requested: str, task: Task, place: str) -> tuple[Backend, str]:
@@ -164,7 +174,7 @@ def refuse_capture(device: torch.device, what: str) -> None:
 
 @contextmanager
 def sync_allowed(device: torch.device) -> Iterator[None]:
-    """Permit a one-time wait, so that `torch.cuda.set_sync_debug_mode` reports only waits inside the training loop."""
+    """Permit a one-time wait, so that `torch.cuda.set_sync_debug_mode` shows only waits inside the training loop."""
     asked = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     mode = torch.cuda.get_sync_debug_mode() if asked else 0
     if mode:

@@ -108,9 +108,9 @@ class GradPlan:
         # Devices where kernels have served sparse or Partial gradients, whose layouts are made anew in each step.
         self.irregular: set[torch.device] = set()
         self.dtensors = [index for index, each in enumerate(parameters) if gradients.is_dtensor(each)]
-        self.watched = self.dtensors[0] if self.dtensors else 0  # the first DTensor, else the first parameter
-        watched = parameters[self.watched] if parameters else None
-        self.place = getattr(watched, "device", None), getattr(watched, gradients.SPEC, None)
+        self.sample = self.dtensors[0] if self.dtensors else 0  # the first DTensor, else the first parameter
+        sample = parameters[self.sample] if parameters else None
+        self.place = getattr(sample, "device", None), getattr(sample, gradients.SPEC, None)
         overrides = not all(is_plain(each) or each.__torch_function__ is _NO_OVERRIDE for each in parameters)
         self._reading: Callable[[], Any] = nullcontext if overrides else _unasked
         self._reduced_specs: list[Any] = [None] * len(parameters)  # of gradients that are not Partial
@@ -261,14 +261,13 @@ class GradPlan:
     def is_for(self, parameters: Sequence[Tensor], home: torch.device) -> bool:
         """Return whether the plan was made for these parameters, where they and the scale are now.
 
-        `model.to` moves or swaps all parameters in place: then the watched one is elsewhere.
+        `model.to` moves or swaps all parameters in place: then the sample is elsewhere.
         """
         if list(map(id, parameters)) != self.ids or home != self.home:
             return False
-        watched = parameters[self.watched] if parameters else None
+        sample = parameters[self.sample] if parameters else None
         return (
-            getattr(watched, "device", None) == self.place[0]
-            and getattr(watched, gradients.SPEC, None) == self.place[1]
+            getattr(sample, "device", None) == self.place[0] and getattr(sample, gradients.SPEC, None) == self.place[1]
         )
 
     def _build_layouts(self, forms: list[_Form | None], parameters: Sequence[Tensor]) -> None:

@@ -21,7 +21,7 @@ class Phase(Enum):
     """What is known of an optimizer's gradients; the `stage` is torch's, which other code reads."""
 
     READY = OptState.READY, "gradients are scaled; if there is a flag, ranks agreed on it"
-    UNSCALED = OptState.UNSCALED, "ranks agreed on the flag; gradients are divided, perhaps clipped"
+    UNSCALED = OptState.UNSCALED, "ranks agreed on the flag; gradients are divided"
     CARRIED = OptState.READY, "divided before the last update, but not stepped; ends when the next loss is scaled"
     FAILED = OptState.UNSCALED, "an error left gradients half written: this step will be skipped"
     STEPPED = OptState.STEPPED, "stepped or skipped"
@@ -44,7 +44,7 @@ def nobody() -> None:
 class OptimizerStep(dict[str, Any]):
     """The step of one optimizer: a dict with torch's two keys, which frameworks read and write, and fields of ours.
 
-    | phase    | unscale_, clip | step                 | scale | update  | error in a check | in optimizer.step |
+    | phase    | unscale_       | step                 | scale | update  | error in a check | in optimizer.step |
     |----------|----------------|----------------------|-------|---------|------------------|-------------------|
     | READY    | UNSCALED       | checks, STEPPED      |       | READY   | READY (1)        | FAILED            |
     | UNSCALED | raises         | STEPPED by its flag  | (2)   | CARRIED |                  | FAILED            |
@@ -52,13 +52,12 @@ class OptimizerStep(dict[str, Any]):
     | FAILED   | raises         | skips, STEPPED       | READY | CARRIED |                  |                   |
     | STEPPED  | raises         | raises               |       | READY   |                  |                   |
 
-    (1) FAILED if gradients had been written, if the error was reported to other ranks, or if the reduction failed.
+    (1) FAILED if gradients had been written, if other ranks were told of the error, or if the reduction failed.
     (2) `loss_is_newer`: the gradients may be another loss's. `update` makes it READY, and so does the next call if the
         flag tells that another rank's check failed, as that rank is READY, too.
 
-    `clip_grad_norm_(parameters=...)` may clip UNSCALED and FAILED gradients again. Other code may write "stage": the
-    phase follows at the next `scale`, or when the step is next looked up. With one that torch does not have, the step
-    is FOREIGN until `update`.
+    Other code may write "stage": the phase follows at the next `scale`, or when the step is next looked up. With one
+    that torch does not have, the step is FOREIGN until `update`.
     """
 
     __slots__ = (

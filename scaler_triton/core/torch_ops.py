@@ -22,7 +22,7 @@ increment_version: Any = getattr(torch._C, "_increment_version", torch.autograd.
 
 @functools.cache
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums and norms on a device: fp64, or fp32 where it has none, as Apple's GPUs."""
+    """Return the dtype of sums on a device: fp64, or fp32 where it has none, as Apple's GPUs."""
     if device.type in ("cpu", "cuda", "meta"):
         return torch.float64
     try:
@@ -35,7 +35,7 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def wide_on(device: torch.device, numbers: Tensor, *, non_blocking: bool = False) -> Tensor:
-    """Return sums or norms on `device`, in its `wide_dtype`."""
+    """Return sums on `device`, in its `wide_dtype`."""
     return numbers.to(device, wide_dtype(device), non_blocking=non_blocking)
 
 

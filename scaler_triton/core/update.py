@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from scaler_triton.core import policy
+from scaler_triton import policy
 from scaler_triton.core.dispatch import choose_for_scale, kernels, stream_of, sync_allowed
 from scaler_triton.core.flag import Flag, any_flag
 from scaler_triton.core.memory import HostCopy, OnDevice
-from scaler_triton.core.policy import NO_LIMITS, Limits, no_counters
 from scaler_triton.core.torch_ops import host_memory, increment_version
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import MAX_TRACKER, STREAK, UPDATES
+from scaler_triton.policy import NO_LIMITS, Limits, no_counters
 
 if TYPE_CHECKING:
     from scaler_triton.core.check import Checks
@@ -40,35 +39,6 @@ Numbers = tuple[float, float, int]  # growth_factor, backoff_factor, growth_inte
 
 class SkipStreakError(FloatingPointError):
     """More updates in a row were skipped than `max_consecutive_skips` allows."""
-
-
-@dataclass(frozen=True)
-class ScalerStats:
-    """What a scaler's updates have done so far.
-
-    Args:
-        updates: calls of `update`; `update(new_scale)` counts only if gradients were checked before it.
-        skipped: updates in which at least one step was skipped.
-        consecutive_skips: how many of them were the last ones in a row; 0 after an update without overflow.
-        growths: updates that made the scale larger, even by a limit; `update(new_scale)` does not count.
-        backoffs: updates that made it smaller, even by a limit.
-        last_skip: the number of the last update that skipped, from 1; None if none did.
-        spikes: steps that a `StepGuard` skips because their norm is a spike; counted when they are checked.
-    """
-
-    updates: int = 0
-    skipped: int = 0
-    consecutive_skips: int = 0
-    growths: int = 0
-    backoffs: int = 0
-    last_skip: int | None = None
-    spikes: int = 0
-
-    @classmethod
-    def of(cls, counters: Sequence[int]) -> ScalerStats:
-        """Return counters as stats."""
-        updates, skipped, streak, growths, backoffs, last_skip, _, spikes = counters
-        return cls(updates, skipped, streak, growths, backoffs, last_skip or None, spikes)
 
 
 class Counters(OnDevice):
@@ -445,7 +415,7 @@ def update_by_ops_(
 
 def _counted(counters: Tensor, bad: Tensor, scale: Tensor, after: Tensor, *, keeps_strikes: Tensor | bool) -> Tensor:
     """Return the counters after an update that moves the scale; strikes are kept at least until the scale may grow."""
-    updates, skipped, streak, growths, backoffs, last_skip, strikes, spikes = counters.unbind()
+    updates, skipped, streak, growths, backoffs, last_skip, strikes, *others = counters.unbind()
     updates = updates + 1
     return torch.stack([
         updates,
@@ -455,7 +425,7 @@ def _counted(counters: Tensor, bad: Tensor, scale: Tensor, after: Tensor, *, kee
         backoffs + (after < scale).reshape(()),
         torch.where(bad, updates, last_skip),
         (strikes + bad) * (bad | keeps_strikes),
-        spikes,
+        *others,
     ])  # fmt: skip
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.cuda.amp import common
 
-from scaler_triton.core import policy
+from scaler_triton import policy
 from scaler_triton.core.dispatch import skip_tracing, stacklevel
 from scaler_triton.core.overrides import own
-from scaler_triton.core.policy import KEY, WINDOWS
 from scaler_triton.grad_scaler import GradScaler, Outputs
 from scaler_triton.guard.parts import GuardParts
 from scaler_triton.guard.spikes import Guard
 from scaler_triton.measuring.headroom import Headroom
+from scaler_triton.policy import KEY, WINDOWS
 
 _GUARD = "_guard"  # in a pickle: the rule and the norms, as plain numbers
 

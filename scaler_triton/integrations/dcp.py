@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from scaler_triton.core.policy import KEY
+from scaler_triton.policy import KEY
 
 
 class ScalerLoadPlanner(DefaultLoadPlanner):

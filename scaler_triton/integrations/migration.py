@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from scaler_triton.core import policy
+from scaler_triton import policy
 from scaler_triton.core.dispatch import stacklevel
-from scaler_triton.core.policy import NO_LIMITS, Limits
 from scaler_triton.kernels.abi import STRIKES
+from scaler_triton.policy import NO_LIMITS, Limits
 
 _NO_HYSTERESIS = {"delayed_shift": 1, "cur_hysteresis": 1, "consecutive_hysteresis": False}
 

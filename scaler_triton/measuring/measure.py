@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from scaler_triton.core.check import Checks
 from scaler_triton.core.dispatch import kernels
 from scaler_triton.core.flag import Flag
 from scaler_triton.core.look import Look
@@ -24,6 +23,9 @@ from scaler_triton.core.ranks import Ranks
 from scaler_triton.core.torch_ops import exponent_of, times_power_of_2, wide_on
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import LARGEST, MEASURED_AT, SEEN, SMALLEST_NORMAL, SUBNORMAL, ZEROS
+
+if TYPE_CHECKING:
+    from scaler_triton.core.check import Checks
 
 # The binades in which ranks place their largest scaled gradient; the first and the last take all beyond, too.
 BINADES, LOWEST_BINADE = 64, -31

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scaler_triton.core.dispatch import backend_so_far, is_captured
 from scaler_triton.core.memory import HostCopy
-from scaler_triton.core.update import ScalerStats
+from scaler_triton.stats import ScalerStats
 from scaler_triton.text import count_of
 
 if TYPE_CHECKING:

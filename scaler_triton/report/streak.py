@@ -11,8 +11,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from scaler_triton.core.dispatch import is_captured, stacklevel, sync_allowed
-from scaler_triton.core.update import LaggingCounters, ScalerStats, SkipStreakError
+from scaler_triton.core.update import LaggingCounters, SkipStreakError
 from scaler_triton.kernels.abi import STREAK, UPDATES
+from scaler_triton.stats import ScalerStats
 from scaler_triton.text import count_of
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from helpers import EXTRAS, sgd, started, trained
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchSharded
 
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
-from scaler_triton.core.policy import KEY
 from scaler_triton.integrations.dcp import ScalerLoadPlanner
+from scaler_triton.policy import KEY
 
 # DCP says once a process that it works alone.
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")

@@ -23,7 +23,7 @@ from test_foreign_code import Run
 from torch import Tensor
 
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
-from scaler_triton.core.policy import KEY
+from scaler_triton.policy import KEY
 
 TINY = 2.0**-126
 SCALE = 4.0

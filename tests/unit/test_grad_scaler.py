@@ -17,9 +17,9 @@ from helpers import EXTRAS, PLACES, Place, params_of, sgd, started, trained, upd
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, StepGuard
-from scaler_triton.core.policy import NO_LIMITS, Limits
 from scaler_triton.core.step import OptimizerStep
 from scaler_triton.integrations.unscaled import unscale_once
+from scaler_triton.policy import NO_LIMITS, Limits
 
 EACH = pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler])
 SCALE = 4.0

@@ -17,11 +17,11 @@ from torch.amp.grad_scaler import OptState
 from scaler_triton import GradScaler, ScalerStats, SkipStreakError
 from scaler_triton.core import update as rule
 from scaler_triton.core.dispatch import kernels
-from scaler_triton.core.policy import KEY, NO_LIMITS, Limits, no_counters
 from scaler_triton.core.torch_ops import host_memory
 from scaler_triton.core.update import Counters, DevicePolicy, LaggingCounters, Numbers
 from scaler_triton.kernels import abi
 from scaler_triton.measuring.headroom import HeadroomRule
+from scaler_triton.policy import KEY, NO_LIMITS, Limits, no_counters
 
 CPU = torch.device("cpu")
 LAG = LaggingCounters.LAG

@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scaler_triton.core import dispatch
 from scaler_triton.core.flag import Flag
-from scaler_triton.core.update import Counters, ScalerStats
+from scaler_triton.core.update import Counters
 from scaler_triton.guard import spikes
 from scaler_triton.guard.spikes import Guard, Window
 from scaler_triton.kernels import abi
+from scaler_triton.stats import ScalerStats
 
 
 class Judge:

@@ -23,7 +23,7 @@ from helpers import (
 from torch import Tensor
 
 from scaler_triton import GradScaler, ScalerStats, SkipStreakError, StepGuard
-from scaler_triton.core.policy import KEY
+from scaler_triton.policy import KEY
 from scaler_triton.report.overflow import Spike
 
 INF, NAN = math.inf, math.nan

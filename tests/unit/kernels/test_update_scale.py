@@ -7,13 +7,13 @@ import pytest
 import torch
 from kernel_cases import DEVICE, INF, NAN, assert_same, assert_untouched, launched
 
-from scaler_triton.core.policy import NO_LIMITS, Limits
 from scaler_triton.core.torch_ops import host_memory
 from scaler_triton.core.update import update_by_ops_, update_on_host_
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import MAX_SCALE, MIN_SCALE
 from scaler_triton.kernels.update_scale import bind_update
 from scaler_triton.measuring.headroom import HeadroomRule
+from scaler_triton.policy import NO_LIMITS, Limits
 
 GUARD = -7
 BAD_FLAGS = [1.0, NAN, INF, -1.0, 2.0**-149]

@@ -8,9 +8,8 @@ import pytest
 import torch
 from helpers import started
 
-from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
-from scaler_triton.core import policy
-from scaler_triton.core.policy import KEY, NO_LIMITS, Limits
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard, policy
+from scaler_triton.policy import KEY, NO_LIMITS, Limits
 
 EXTRAS: dict[str, Any] = {"min_scale": 2.0, "max_scale": 4096.0, "hysteresis": 3, "max_consecutive_skips": 7}
 SHARED = [GradScaler, ShardedGradScaler]
