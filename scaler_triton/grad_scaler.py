@@ -220,7 +220,7 @@ class GradScaler(torch.amp.GradScaler):
             super().unscale_(optimizer)
             return
         step.require_unscalable()
-        _check(self, step, optimizer, divide=True)
+        _check(self, step, optimizer, overrides(self), divide=True)
         self._ours.checks.flag_is_read_later(step, optimizer)
 
     def clip_grad_norm_(
@@ -292,10 +292,14 @@ class GradScaler(torch.amp.GradScaler):
             _take_up(self, step, is_fused)
         if step.phase is FOREIGN:
             return super().step(optimizer, *args, **kwargs)
+        replaced = overrides(self)
         if step.phase is READY:
-            (_check_for_fused if is_fused else _check_for_plain)(self, step, optimizer)
+            (_check_for_fused if is_fused else _check_for_plain)(self, step, optimizer, replaced)
         try:
-            result: float | None = (_step_fused if is_fused else _step_plain)(self, step, optimizer, args, kwargs)
+            if is_fused:
+                result: float | None = _step_fused(self, step, optimizer, args, kwargs)
+            else:
+                result = _step_plain(self, step, optimizer, replaced, args, kwargs)
         except BaseException:  # whatever it has done, the step is spent
             step.outcome = None
             failures.spend(self._ours.checks, step, self._scale.device, agreed=True)
@@ -635,7 +639,7 @@ class GradScaler(torch.amp.GradScaler):
             is_final = phase in (STEPPED, FAILED) or (phase is UNSCALED and (flag is None or flag.is_final))
             if not (flags and (is_final or _have_peers(self, step, optimizer))):
                 measured = None if flag is None or flag.extra is None or phase is READY else flag.extra.clone()
-                _check(self, step, optimizer, divide=False)
+                _check(self, step, optimizer, overrides(self), divide=False)
                 if measured is not None:  # of the gradients as they were scaled
                     step.flag.extra.copy_(measured)  # type: ignore[union-attr]
         except BaseException:
@@ -708,9 +712,9 @@ def _take_up(scaler: GradScaler, step: OptimizerStep, is_fused: bool) -> None:
         scaler._ours.checks.resume(step, scaler._scale)
 
 
-def _check(scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool) -> None:
+def _check(scaler: GradScaler, step: OptimizerStep, optimizer: Any, replaced: frozenset[str], *, divide: bool) -> None:
     """Check the gradients; a subclass's own pass over them is made in place of ours."""
-    override = _override(scaler, optimizer, divide=divide) if "_unscale_grads_" in overrides(scaler) else None
+    override = _override(scaler, optimizer, divide=divide) if "_unscale_grads_" in replaced else None
     group = scaler.process_group
     scaler._ours.checks.check(step, optimizer, scaler._scale, group, divide=divide, override=override)
 
@@ -729,31 +733,33 @@ def _refuse_capture(scaler: GradScaler) -> None:
         raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
 
 
-def _check_for_plain(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
+def _check_for_plain(scaler: GradScaler, step: OptimizerStep, optimizer: Any, replaced: frozenset[str]) -> None:
     _refuse_capture(scaler)
-    if "unscale_" in overrides(scaler):
+    if "unscale_" in replaced:
         scaler.unscale_(optimizer)
     else:
-        _check(scaler, step, optimizer, divide=True)
+        _check(scaler, step, optimizer, replaced, divide=True)
 
 
-def _check_for_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any) -> None:
+def _check_for_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, replaced: frozenset[str]) -> None:
     """Check the gradients of a step whose optimizer will divide them; a guard's are unscaled: it need not."""
     is_asked = fused.takes_scaler(step, optimizer)
-    if not is_asked and "_check_inf_per_device" in overrides(scaler):
+    if not is_asked and "_check_inf_per_device" in replaced:
         scaler._check_inf_per_device(optimizer)
     elif not is_asked or hasattr(optimizer, "param_groups"):  # older containers lack them
-        _check(scaler, step, optimizer, divide=not scaler._ours.scales)
+        _check(scaler, step, optimizer, replaced, divide=not scaler._ours.scales)
 
 
-def _step_plain(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
+def _step_plain(
+    scaler: GradScaler, step: OptimizerStep, optimizer: Any, replaced: frozenset[str], args: Any, kwargs: Any
+) -> Any:
     """Step unless the flag, which this waits for, is set."""
     if not step["found_inf_per_device"]:
         raise AssertionError("No inf checks were recorded for this optimizer.")
     if step.phase is FAILED:
         step.outcome = FAILED
         return None
-    if "_maybe_opt_step" in overrides(scaler):
+    if "_maybe_opt_step" in replaced:
         return _step_by_override(scaler, step, optimizer, args, kwargs)
     return scaler._maybe_opt_step(optimizer, step, *args, **kwargs)
 

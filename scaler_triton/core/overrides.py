@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 OVERRIDABLE = frozenset(("unscale_", "_unscale_grads_", "_check_inf_per_device", "_maybe_opt_step"))
 _own: set[Any] = set()  # our own functions of these names
-_by_class: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+_by_class: dict[type, frozenset[str]] = {}
 
 
 def overrides(scaler: Any) -> frozenset[str]:
     """Return which of the overridable methods a scaler's class, as it was when first asked, or the object replaces."""
     cls = type(scaler)
-    of_class = _by_class.get(cls)
-    if of_class is None:
-        of_class = _by_class[cls] = frozenset(name for name in OVERRIDABLE if getattr(cls, name) not in _own)
-    return of_class.union(OVERRIDABLE & vars(scaler).keys())
+    if cls not in _by_class:
+        _by_class[cls] = frozenset(name for name in OVERRIDABLE if getattr(cls, name) not in _own)
+    if OVERRIDABLE.isdisjoint(vars(scaler)):
+        return _by_class[cls]
+    return _by_class[cls].union(OVERRIDABLE.intersection(vars(scaler)))
 
 
 def own(cls: type) -> None:

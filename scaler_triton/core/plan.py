@@ -137,7 +137,7 @@ class GradPlan:
         else:
             local = grads = tuple(map(_grad_of, parameters))  # a slice of all is itself, no copy
         if self._match_all is not None and local and (allow_fp16 or not self._has_fp16) and self._match_all(*local):
-            return [_new_batch((layout, row(local), row(local), False)) for layout, row in self._rows]
+            return [_new_batch((layout, tensors := row(local), tensors, False)) for layout, row in self._rows]
         return self._collect_others(parameters, grads, local, allow_fp16, summed)
 
     def _collect_others(
