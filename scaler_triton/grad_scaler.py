@@ -604,7 +604,8 @@ class GradScaler(torch.amp.GradScaler):
         plan, parameters = checks.plan(step, optimizer, found_inf.device)
         flag = Flag(found_inf.new_zeros(STATUS))
         flag.found_inf.copy_(found_inf.reshape(()))
-        for batch in plan.collect(parameters, allow_fp16=allow_fp16):
+        batches = plan.collect(parameters, allow_fp16=allow_fp16)
+        for batch in batches:
             device = batch.layout.device
             if batch.is_partial:
                 check_batch(batch, flag.on(device))
@@ -612,7 +613,7 @@ class GradScaler(torch.amp.GradScaler):
                 unscale_batch_(batch, fp32_on(device, inv_scale), flag.on(device), inverse=True)
         if flag.was_found_on_cpu():
             for observer in checks.observers:
-                observer.found(step, [])
+                observer.found(step, batches)
         return flag.parts or ({flag.device: flag.found_inf} if checks.needs_group else {})
 
     def _check_inf_per_device(self, optimizer: Any) -> Any:
