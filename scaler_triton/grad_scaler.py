@@ -604,7 +604,12 @@ class GradScaler(torch.amp.GradScaler):
         plan, parameters = checks.plan(step, optimizer, found_inf.device)
         flag = Flag(found_inf.new_zeros(STATUS))
         flag.found_inf.copy_(found_inf.reshape(()))
-        batches = plan.collect(parameters, allow_fp16=allow_fp16)
+        try:
+            batches = plan.collect(parameters, allow_fp16=allow_fp16)
+        except BaseException:
+            if (checked := step.notes.get("overridden")) is not None:
+                checked.written = False
+            raise
         for batch in batches:
             device = batch.layout.device
             if batch.is_partial:
@@ -702,15 +707,22 @@ def _check(scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: b
     """Check the gradients; a subclass's own pass over them is made in place of ours."""
     checks, scale, override = scaler._ours.checks, scaler._scale, None
     if "_unscale_grads_" in overrides(scaler):
-        override = _override(scaler, optimizer, scale, divide=divide)
+        override = _override(scaler, step, optimizer, scale, divide=divide)
     checks.check(step, optimizer, scale, scaler.process_group, divide=divide, by_step=by_step, override=override)
 
 
-def _override(scaler: GradScaler, optimizer: Any, scale: Tensor, *, divide: bool) -> Callable[[Flag], Flags]:
+def _override(
+    scaler: GradScaler, step: OptimizerStep, optimizer: Any, scale: Tensor, *, divide: bool
+) -> Callable[[Flag], Flags]:
     def run(flag: Flag) -> Flags:
         factor = inverse(scale).clone() if divide else torch.ones_like(flag.found_inf)
         allow_fp16 = scaler._ours.checks.allow_fp16 or not divide
-        flags: Flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, allow_fp16)
+        # It may write before it fails; ours, which it may call, tells the flag if it has refused before a write.
+        flag.written, step.notes["overridden"] = divide, flag
+        try:
+            flags: Flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, allow_fp16)
+        finally:
+            step.notes.pop("overridden", None)
         return flags
 
     return run

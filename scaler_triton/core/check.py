@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from scaler_triton.core.step import OptimizerStep
     from scaler_triton.core.update import Counters
 
-Override = Callable[[Flag], Flags]  # a subclass's own pass over the gradients; returns the flag of each device
+Override = Callable[[Flag], Flags]  # a subclass's own pass, which sets `written`; returns the flag of each device
 
 
 class Checks:
@@ -90,7 +90,7 @@ class Checks:
             if override is None:
                 self.look(looks, plan, parameters, step, scale, flag, peers, divide=divide)
             else:
-                flag.written, flag.parts = divide, override(flag)
+                flag.parts = override(flag)
                 flag.gather()
         except BaseException as error:
             failures.fail(self, step, optimizer, scale.device, group, peers, flag, tell=isinstance(error, Exception))
