@@ -704,9 +704,9 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _check(scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool, by_step: bool = False) -> None:
-    """Check the gradients; a subclass's own pass over them is made in place of ours."""
+    """Check the gradients; a subclass's own pass over them is made in place of ours, unless a norm is judged."""
     checks, scale, override = scaler._ours.checks, scaler._scale, None
-    if "_unscale_grads_" in overrides(scaler):
+    if "_unscale_grads_" in overrides(scaler) and not checks.sums_partial:
         override = _override(scaler, step, optimizer, scale, divide=divide)
     checks.check(step, optimizer, scale, scaler.process_group, divide=divide, by_step=by_step, override=override)
 
