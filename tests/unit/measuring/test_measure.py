@@ -1,7 +1,6 @@
 """Measuring: what gradients hold, before anything is written; and what ranks add up."""
 
 import math
-from typing import Any
 from unittest import mock
 
 import pytest
