@@ -609,7 +609,12 @@ class GradScaler(torch.amp.GradScaler):
         plan, parameters = checks.plan(step, optimizer, found_inf.device)
         flag = new_flag(found_inf.new_zeros(STATUS))
         flag.found_inf.copy_(found_inf.reshape(()))
-        batches = plan.collect(parameters, allow_fp16=allow_fp16)
+        try:
+            batches = plan.collect(parameters, allow_fp16=allow_fp16)
+        except BaseException:
+            if (checked := step.notes.get("overridden")) is not None:
+                checked.written = False
+            raise
         for batch in batches:
             device = batch.layout.device
             if batch.is_partial:
@@ -713,17 +718,24 @@ def _take_up(scaler: GradScaler, step: OptimizerStep, is_fused: bool) -> None:
 
 
 def _check(scaler: GradScaler, step: OptimizerStep, optimizer: Any, replaced: frozenset[str], *, divide: bool) -> None:
-    """Check the gradients; a subclass's own pass over them is made in place of ours."""
-    override = _override(scaler, optimizer, divide=divide) if "_unscale_grads_" in replaced else None
-    group = scaler.process_group
-    scaler._ours.checks.check(step, optimizer, scaler._scale, group, divide=divide, override=override)
+    """Check the gradients; a subclass's own pass over them is made in place of ours, unless a norm is judged."""
+    checks, override = scaler._ours.checks, None
+    if "_unscale_grads_" in replaced and not checks.sums_partial:
+        override = _override(scaler, step, optimizer, divide=divide)
+    checks.check(step, optimizer, scaler._scale, scaler.process_group, divide=divide, override=override)
 
 
-def _override(scaler: GradScaler, optimizer: Any, *, divide: bool) -> Callable[[Flag], Flags]:
+def _override(scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide: bool) -> Callable[[Flag], Flags]:
     def run(flag: Flag) -> Flags:
         factor = inverse(scaler._scale).clone() if divide else torch.ones_like(flag.found_inf)
         allow_fp16 = scaler._ours.checks.allow_fp16 or not divide
-        return scaler._unscale_grads_(optimizer, factor, flag.found_inf, allow_fp16)
+        # It may write before it fails; ours, which it may call, tells the flag if it has refused before a write.
+        flag.written, step.notes["overridden"] = divide, flag
+        try:
+            flags: Flags = scaler._unscale_grads_(optimizer, factor, flag.found_inf, allow_fp16)
+        finally:
+            step.notes.pop("overridden", None)
+        return flags
 
     return run
 

@@ -12,6 +12,7 @@ from no_fp64 import WithoutFp64, applies
 from rank_pool import RankPool
 
 from scaler_triton.core import dispatch
+from scaler_triton.core.ranks import Ranks
 
 GROUP_LIMIT = 10.0  # Seconds one collective may take.
 PLACES = os.environ.get("PLACES", "")
@@ -71,6 +72,14 @@ def two_ranks() -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def reductions(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """What this rank, one of two, reduces to a maximum or a sum."""
+    seen: list[list[float]] = []
+    monkeypatch.setattr(Ranks, "reduce_", lambda self, values, op: seen.append(values.tolist()))
+    return seen
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from scaler_triton.core.step import OptimizerStep
     from scaler_triton.core.update import Counters
 
-Override = Callable[[Flag], Flags]  # a subclass's own pass over the gradients; returns the flag of each device
+Override = Callable[[Flag], Flags]  # a subclass's own pass, which sets `written`; returns the flag of each device
 
 
 class Checks:
@@ -89,7 +89,6 @@ class Checks:
             if override is None:
                 self.look(looks, plan, parameters, step, scale, flag, peers, divide=divide)
             else:
-                flag.written = divide
                 flag.take(override(flag))
                 flag.gather()
         except BaseException as error:

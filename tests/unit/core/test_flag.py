@@ -1,10 +1,7 @@
-"""The flag of a step: its row, its agreement by MAX or by sums, its way to the host; what ranks have measured."""
+"""The flag of a step: its row, its parts on several devices, its way to the host."""
 
 import gc
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton.core import flag
 from scaler_triton.core.flag import Flag, FlagRows
-from scaler_triton.core.memory import HostCopy
 from scaler_triton.core.step import OptimizerStep
-from scaler_triton.kernels.abi import FAILED, FLAG, MAX_SCALE, ROWS
+from scaler_triton.kernels.abi import FAILED, FLAG, ROWS
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -50,6 +46,17 @@ def test_each_flag_has_an_element_of_one_tensor_and_one_too_many_has_memory_of_i
         made.found_inf.fill_(1.0)
     assert rows.status[:, FLAG].tolist() == [0.0, 1.0] * (ROWS // 2)
     assert [made.rows is rows for made in flags] == [True] * ROWS + [False]
+
+
+def test_each_flag_keeps_as_many_numbers_as_the_looks_want() -> None:
+    rows = FlagRows(CPU, n_extra=3)
+    for made in [cleared(rows) for _ in range(ROWS + 1)]:
+        assert isinstance(made.extra, Tensor)
+        assert (made.extra.dtype, made.extra.tolist()) == (torch.float64, [0.0] * 3)
+        made.extra.fill_(made.row + 1.0)
+    assert isinstance(rows.extra, Tensor)
+    assert rows.extra[:, 0].tolist() == [row + 1.0 for row in range(ROWS)]
+    assert cleared().extra is None
 
 
 class Made(TorchDispatchMode):
@@ -108,11 +115,24 @@ def test_a_row_that_an_update_has_cleared_is_cleared_again_only_in_a_capture(cap
 
 @pytest.mark.parametrize("own", [0.0, 1.0])
 @pytest.mark.parametrize("others", [[], [0.0], [0.0, 1.0, 0.0], [math.nan], [2.0]])
-def test_add_sets_the_flag_if_any_is_set_and_never_clears_it(own: float, others: list[float]) -> None:
+def test_gather_sets_the_flag_if_any_part_is_set_and_never_clears_it(own: float, others: list[float]) -> None:
     made = cleared()
-    made.found_inf.fill_(own)
-    made.add([made.found_inf, *map(torch.tensor, others)])
+    made.on(CPU).fill_(own)
+    made.parts |= {torch.device("cuda", index): torch.tensor(other) for index, other in enumerate(others)}
+    assert made.was_found_on_cpu() == bool(own or any(others))
+    made.gather()
     assert made.found_inf.item() == float(bool(own or any(others)))
+
+
+def test_a_pass_sets_the_flag_itself_at_home_and_a_part_of_it_elsewhere() -> None:
+    made = cleared()
+    assert made.on(CPU) is made.found_inf
+    part = made.on(META)
+    assert part.is_meta
+    assert made.on(META) is part
+    assert made.parts == {CPU: made.found_inf, META: part}
+    made.clear()
+    assert made.parts == {}
 
 
 @pytest.mark.parametrize(("overflows", "want"), [(0.0, 0.0), (1.0, 1.0), (3.0, 1.0), (math.nan, 1.0)])
@@ -180,81 +200,6 @@ def test_last_is_what_an_update_has_saved_before_it_cleared_the_flag(saved: bool
     assert made.last() is saved
 
 
-def agreed(mine: float, *others: list[float]) -> Flag:
-    """Return the flag of this rank once it has agreed with others, of which each has a status."""
-
-    def reduce_(values: Tensor, op: str) -> None:
-        values.copy_(torch.cat([values[None], torch.tensor(others)]).amax(0))
-
-    made = cleared()
-    made.found_inf.fill_(mine)
-    made.agree(made.numbers(torch.tensor(4.0)), SimpleNamespace(reduce_=reduce_))  # type: ignore[arg-type]
-    return made
-
-
-@pytest.mark.parametrize("on_host", [True, False])
-@pytest.mark.parametrize("read", [lambda made: made.on_host(), Flag.last])
-@pytest.mark.parametrize(
-    ("other", "error"),
-    [
-        ([1.0, 1.0, -math.inf, -math.inf], "^Another rank failed to check its gradients, so this step is skipped"),
-        ([0.0, 0.0, 8.0, -8.0], "^The ranks hold different scales, from 4.0 to 8.0: they no longer train one model"),
-        ([0.0, 0.0, 2.0, -2.0], "^The ranks hold different scales, from 2.0 to 4.0: .* with update"),
-    ],
-)
-def test_who_reads_the_flag_learns_of_another_ranks_failure_or_scale(
-    read: Any, other: Any, error: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not on_host:  # as on a GPU
-        monkeypatch.setattr(flag, "host_memory", lambda tensor: None)
-    with pytest.raises(RuntimeError, match=error):
-        read(agreed(0.0, other))
-
-
-# Ranks that compare by sums
-
-
-def of_totals(totals: Sequence[Any], ranks: int) -> Flag:
-    made = cleared()
-    made.summed_over = ranks
-    made.read_sums(torch.tensor(totals, dtype=torch.float64))
-    return made
-
-
-def reads(made: Flag) -> bool:
-    return made.on_host()
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 256, 1000, 65537, 100_000])
-def test_equal_scales_are_equal_by_their_sums(ranks: int) -> None:
-    """A ring adds one after the other, which errs most."""
-    ends = torch.tensor([0.0, 2.0**-126, 1e-38, 0.1, 3.0, 65536.0 / 3, MAX_SCALE, math.inf])
-    for scale in torch.cat([ends, torch.logspace(-37, 38, 50)]):
-        row = torch.zeros(2, dtype=torch.float64)
-        flag.write_scales(row, scale)
-        sums = row.expand(ranks, 2).cumsum(0)[-1]
-        assert not reads(of_totals([0.0, 0.0, 0.0, *sums], ranks))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "factor"),
-    [*((ranks, factor) for ranks in (2, 7, 256) for factor in (0.5, 1.00001, 1.1)), (16384, 0.5), (100_000, 1.01)],
-)
-def test_one_scale_apart_is_found_by_the_sums(ranks: int, factor: float) -> None:
-    usual, one = 65536.0, 65536.0 * factor
-    sums = (ranks - 1) * usual + one, (ranks - 1) / usual + 1 / one
-    with pytest.raises(RuntimeError, match="^The ranks hold different scales, some below .*, some above "):
-        reads(of_totals([0.0, 0.0, 0.0, *sums], ranks))
-
-
-@pytest.mark.parametrize(("failures", "error"), [(0.0, None), (2.0, "^Another rank failed")])
-def test_sums_of_flags_and_failures_are_one_flag_and_one_failure(failures: float, error: str | None) -> None:
-    made = of_totals([0.0, 2.0, failures, 6.0, 2 / 3], 2)
-    assert made.found_inf.item() == 1.0
-    with pytest.raises(RuntimeError, match=error) if error else nullcontext():
-        assert reads(made)
-
-
 # Functions
 
 
@@ -263,41 +208,3 @@ def test_a_flag_of_any_kind_becomes_fp32_without_dimensions(made: Tensor) -> Non
     for result in (flag.as_flag(made, CPU), flag.any_flag([torch.zeros(1), made], CPU)):
         assert (result.item(), result.dtype, result.shape) == (1.0, torch.float32, ())
     assert flag.any_flag([], CPU).item() == flag.any_flag([torch.zeros(())], CPU).item() == 0.0
-
-
-def test_a_host_copy_has_the_value_of_its_last_start() -> None:
-    source = torch.tensor([1, 2])
-    held = HostCopy()
-    for want in ([1, 2], [2, 3]):
-        held.start(source)
-        source += 1
-        assert held.has_arrived()
-        assert held.read() == want
-
-
-# What ranks have measured, as sums
-
-
-def row(largest: float, zeros: float = 0.0, subnormal: float = 0.0, seen: float = 1.0, at: float = 1.0) -> Tensor:
-    return torch.tensor([largest, zeros, subnormal, seen, at], dtype=torch.float64)
-
-
-@pytest.mark.parametrize("at", [1.0, 2.0**16, 1000.0, 3e-30, 1.7e38])
-def test_sums_keep_the_largest_binade_and_add_counts(at: float) -> None:
-    largest = [at * 2.0**exponent * 1.999 for exponent in (-9, -3, -3, -20)]
-    largest = [size for size in largest if 2.0**flag.LOWEST_BINADE <= size < 2.0 ** (flag.LOWEST_BINADE + flag.BINADES)]
-    rows = [row(size, 1.0, 2.0, 10.0, at) for size in largest] + [row(0.0, 7.0, 0.0, 7.0, at)]
-    sums = torch.stack([flag._packed(each) for each in rows]).sum(0)
-    assert sums.shape == (flag.PACKED,)
-    result = row(0.0, at=at)
-    flag._unpack_(result, sums)
-    want = at * 2.0 ** (math.floor(math.log2(max(largest) / at))) if largest else 0.0
-    assert result.tolist() == [want, 7.0 + len(largest), 2.0 * len(largest), 7.0 + 10.0 * len(largest), at]
-
-
-def test_the_ends_of_the_histogram_hold_all_beyond_and_nothing_is_0() -> None:
-    last = flag.LOWEST_BINADE + flag.BINADES - 1
-    for size, want in ((2.0**-80, 2.0**flag.LOWEST_BINADE), (2.0**60, 2.0**last), (0.0, 0.0)):
-        result = row(1.0)
-        flag._unpack_(result, flag._packed(row(size, seen=0.0)))
-        assert result.tolist() == [want, 0.0, 0.0, 0.0, 1.0]

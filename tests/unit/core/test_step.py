@@ -1,31 +1,20 @@
-"""The phases of an optimizer's step, event by event, and the registry of the steps."""
+"""The phases of an optimizer's step, event by event."""
 
-import copy
 import gc
-import math
-import pickle
 import weakref
-from collections import defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from types import SimpleNamespace
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from helpers import PLACES, Place, Slotted, Wrapper, grads, params_of, sgd, started, values
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from helpers import PLACES, Place, grads, params_of, sgd, started, values
+from step_cases import CPU, OLDER, PHASES, SCALE, Event, begin, call, optimizer_of, phase_of, renew, scale
+from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler, StepGuard
-from scaler_triton.clipping import norm
-from scaler_triton.core import ranks, torch_ops
-from scaler_triton.core.check import Checks
-from scaler_triton.core.registry import unwrap
 from scaler_triton.core.step import Phase
 
-CPU = torch.device("cpu")
-SCALE = 4.0
 BY_HAND = pytest.mark.parametrize(("method", "given"), [("unscale_", ()), ("clip_grad_norm_", (100.0,))])
 
 # The gradient is 8, the scale 4, the learning rate 0.5, the weight 0 or, after a step, -1. A cell is the phase after
@@ -80,58 +69,6 @@ ERRORS = {
 }
 
 
-class Older(torch.optim.SGD):
-    """An optimizer of the older kind: it asks the scaler for the flag, and divides where that is not done yet."""
-
-    _step_supports_amp_scaling = True
-    fails = ""  # or: before, or after it has asked and divided
-
-    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:
-        if self.fails == "before":
-            raise MemoryError
-        stage = grad_scaler._per_optimizer_states[id(self)]["stage"]
-        found_inf = sum(flag.item() for flag in grad_scaler._check_inf_per_device(self).values())
-        if not found_inf:
-            for parameter in self.param_groups[0]["params"]:
-                parameter.grad /= 1.0 if stage is OptState.UNSCALED else grad_scaler.get_scale()
-            if self.fails:
-                raise MemoryError
-            super().step()
-
-
-def optimizer_of(kind: str = "plain", gradient: float = 8.0) -> Any:
-    optimizer = sgd([torch.tensor([gradient])], fused=kind == "fused")
-    return Older(optimizer.param_groups[0]["params"], lr=0.5) if kind == "older" else optimizer
-
-
-def renew(optimizer: Any, gradient: float = 8.0) -> None:
-    """Gradients of another backward."""
-    for parameter in optimizer.param_groups[0]["params"]:
-        parameter.grad = torch.full_like(parameter, gradient)
-
-
-Event = Callable[[Any, Any], Any]
-
-
-def call(
-    method: str, *given: Any, fails: str = "", after: bool = False, error: type[BaseException] = MemoryError
-) -> Event:
-    """Return the event of a call to the scaler; a pass or a reduction may fail in it, even after doing its work."""
-    target: Any = {"reduce_": ranks.Ranks, "unscale_": torch_ops, "look": Checks}.get(fails, norm)
-    real = getattr(target, fails, None)
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        if after:
-            real(*args, **kwargs)
-        raise error
-
-    def event(scaler: Any, optimizer: Any) -> None:
-        with mock.patch.object(target, fails, fail) if fails else nullcontext():
-            getattr(scaler, method)(optimizer, *given)
-
-    return event
-
-
 def step_that_fails(error: type[BaseException] = MemoryError) -> Event:
     def event(scaler: Any, optimizer: Any) -> None:
         with mock.patch.object(optimizer, "step", side_effect=error):
@@ -146,10 +83,6 @@ def older_step_that_fails(when: str) -> Event:
             scaler.step(optimizer)
 
     return event
-
-
-def scale(scaler: Any, *_: Any) -> None:
-    scaler.scale(torch.ones(()))
 
 
 def scale_after_a_failed_step(scaler: Any, optimizer: Any) -> None:
@@ -207,34 +140,6 @@ def named(event: str) -> str:
     return " ".join(word for word in event.split() if word not in ("plain", "fused", "older", "ranks:"))
 
 
-def bring_to(phase: str, scaler: Any, optimizer: Any) -> None:
-    """From a fresh gradient."""
-    if phase == "CHECKED":
-        scaler._check_inf_per_device(optimizer)
-    elif phase in ("UNSCALED", "CARRIED"):
-        scaler.unscale_(optimizer)
-        if phase == "CARRIED":
-            scaler.update()
-    elif phase == "FAILED":
-        with suppress(MemoryError):
-            call("unscale_", fails="unscale_", after=True)(scaler, optimizer)
-    elif phase == "STEPPED":
-        scaler.step(optimizer)
-
-
-def begin(event: str, phase: str, request: Any) -> tuple[Any, Any]:
-    """Return a scaler and an optimizer in a phase."""
-    kind = next((kind for kind in ("fused", "older") if kind in event.split()), "plain")
-    group = None
-    if "ranks:" in event:
-        request.getfixturevalue("two_ranks")
-        group = torch.distributed.group.WORLD
-    scaler = started(GradScaler, "cpu", init_scale=SCALE, process_group=group, backend="torch")
-    optimizer = optimizer_of(kind)
-    bring_to(phase, scaler, optimizer)
-    return scaler, optimizer
-
-
 def happens(event: str, scaler: Any, optimizer: Any) -> str:
     """Return what the event raises, as the table has it."""
     try:
@@ -247,16 +152,9 @@ def happens(event: str, scaler: Any, optimizer: Any) -> str:
     return ""
 
 
-def phase_of(scaler: Any, optimizer: Any) -> str:
-    """Return the phase as the table has it."""
-    step = scaler._ours.steps.open(optimizer)
-    return "CHECKED" if step.phase is Phase.READY and step["found_inf_per_device"] else step.phase.name
-
-
 ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
-PHASES = ROWS[0][1:]
+assert ROWS[0][1:] == PHASES
 CELLS = [(event, phase, cell) for event, *cells in ROWS[1:] for phase, cell in zip(PHASES, cells, strict=True)]
-OLDER = pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
 
 
 @OLDER
@@ -377,34 +275,6 @@ def test_an_update_by_the_optimizers_own_hook_ends_its_step(kind: str) -> None:
         assert (values(optimizer), scaler.stats().updates) == ([-float(step)], step)
 
 
-def test_flags_that_an_overridden_maybe_opt_step_writes_count() -> None:
-    class Vetoes(GradScaler):
-        def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-            optimizer_state["found_inf_per_device"][CPU] = torch.ones(())
-            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-
-    scaler, optimizer = started(Vetoes, "cpu", init_scale=SCALE), optimizer_of()
-    scaler.step(optimizer)
-    scaler.update()
-    assert (values(optimizer), scaler.get_scale()) == ([0.0], SCALE / 2)
-
-
-def test_an_optimizer_may_be_freed_while_an_update_looks_at_all() -> None:
-    scaler, kept = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
-    freed = [optimizer_of()]
-    scaler._ours.steps.open(freed[0])
-
-    class Frees(dict):  # type: ignore[type-arg]
-        def __getitem__(self, key: str) -> Any:
-            freed.clear()
-            return super().__getitem__(key)
-
-    scaler._per_optimizer_states[0] = Frees(stage=OptState.READY, found_inf_per_device={})
-    scaler.step(kept)
-    scaler.update()
-    assert (values(kept), freed) == ([-1.0], [])
-
-
 def test_gradients_that_were_unscaled_after_a_step_that_failed_stay_so_whatever_is_scaled() -> None:
     """The step has checked nothing, and what is scaled later may be the loss of another optimizer."""
     scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
@@ -476,248 +346,6 @@ def test_gradients_that_graphs_may_have_written_are_not_carried() -> None:
     renew(optimizer)
     scaler.step(optimizer)
     assert values(optimizer) == [-1.0]
-
-
-# The registry
-
-
-class Copies(Wrapper):
-    """One with a list of groups of its own, as a container's, of which each is a copy."""
-
-    @property
-    def param_groups(self) -> Any:
-        return [dict(group) for group in self.optimizer.param_groups]
-
-
-def states(scaler: Any) -> Any:
-    return scaler._per_optimizer_states
-
-
-def a_scaler() -> Any:
-    return started(GradScaler, "cpu", init_scale=SCALE)
-
-
-def state_of(stage: OptState, flag: float) -> dict[str, Any]:
-    """Return a state of torch's."""
-    return {"stage": stage, "found_inf_per_device": {CPU: torch.tensor(flag)}}
-
-
-@pytest.mark.parametrize("wraps", [Wrapper, Slotted, Copies, lambda inner: Wrapper(Slotted(Wrapper(inner)))])
-def test_15_a_wrapper_has_the_step_of_the_optimizer_within(wraps: Any) -> None:
-    scaler, inner = a_scaler(), optimizer_of()
-    outer = wraps(inner)
-    scaler.unscale_(outer)
-    with pytest.raises(RuntimeError, match="has already been called"):
-        scaler.unscale_(inner)
-    scaler.step(inner)
-    assert scaler.was_skipped(outer) is False
-    assert states(scaler)[id(outer)] is states(scaler)[id(inner)]
-    assert values(inner) == [-1.0]
-
-
-@pytest.mark.parametrize("kind", ["plain", "fused"])
-def test_a_wrapper_that_has_got_another_optimizer_steps_that(kind: str) -> None:
-    scaler, wrapper, other = a_scaler(), Wrapper(optimizer_of(kind)), optimizer_of(kind)
-    scaler.step(wrapper)
-    scaler.update()
-    wrapper.optimizer = other
-    assert scaler.was_skipped(wrapper) is False  # its last step, until the next one
-    scaler.step(wrapper)
-    assert values(other) == [-1.0]
-    assert not hasattr(other, "found_inf")
-
-
-def circle(groups: Any) -> Any:
-    first, second = (SimpleNamespace(param_groups=groups) for _ in range(2))
-    first.optimizer, second.optimizer = second, first
-    return first
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda inner: inner,
-        lambda inner: SimpleNamespace(optimizer=optimizer_of(), param_groups=inner.param_groups),  # around another's
-        lambda inner: circle(inner.param_groups),
-        lambda inner: type("Raises", (), {"optimizer": property(lambda self: 1 / 0)})(),
-    ],
-)
-def test_what_is_no_wrapper_is_an_optimizer_of_its_own(make: Any) -> None:
-    outer = make(optimizer_of())
-    assert unwrap(outer) is outer
-
-
-def test_a_state_at_the_wrappers_id_is_that_of_the_step_and_one_put_there_resets_it() -> None:
-    scaler, wrapper = a_scaler(), Wrapper(optimizer_of())
-    seen = states(scaler)[id(wrapper)]  # before the first call
-    scaler.unscale_(wrapper)
-    assert seen["stage"] is OptState.UNSCALED
-    assert seen is states(scaler)[id(wrapper.optimizer)]
-    states(scaler)[id(wrapper)] = _refresh_per_optimizer_state()
-    scaler.unscale_(wrapper)
-    assert grads(wrapper) == [0.5]
-
-
-@pytest.mark.parametrize("kind", ["plain", "fused"])
-def test_parameters_and_step_are_freed_with_their_optimizer(kind: str) -> None:
-    scaler, kept, freed = a_scaler(), optimizer_of(kind), optimizer_of(kind, math.inf)
-    for optimizer in (kept, freed):
-        scaler.step(Wrapper(optimizer))
-    scaler.update()
-    assert scaler.overflow_report().bad
-    parameter = weakref.ref(freed.param_groups[0]["params"][0])
-    del optimizer, freed  # no cycle keeps them
-    assert parameter() is None
-    assert [*scaler._ours.steps] == [id(kept)]
-
-
-@pytest.mark.parametrize("flag", [0.0, 1.0])
-def test_a_state_of_torchs_put_into_the_registry_is_followed(flag: float) -> None:
-    scaler, optimizer = a_scaler(), optimizer_of()
-    states(scaler)[id(optimizer)] = state_of(OptState.UNSCALED, flag)
-    scaler.step(optimizer)
-    assert values(optimizer) == [0.0 if flag else -4.0]
-    scaler.update()
-    assert scaler.get_scale() == (SCALE / 2 if flag else SCALE)
-
-
-def test_a_state_that_was_moved_to_another_optimizer_is_that_ones() -> None:
-    """As frameworks do that replace an optimizer in the middle of a step."""
-    scaler, old, new = a_scaler(), optimizer_of(gradient=math.inf), optimizer_of()
-    scaler.unscale_(old)
-    states(scaler)[id(new)] = states(scaler).pop(id(old))
-    scaler.step(new)
-    assert values(new) == [0.0]
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_new_dict_in_place_of_all_states_makes_every_step_ready_and_keeps_its_plan(phase: str) -> None:
-    scaler, optimizer = begin("", phase, None)
-    plan = scaler._ours.steps.open(optimizer).plan
-    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-    step = scaler._ours.steps.open(optimizer)
-    assert (step.phase, step.plan) == (Phase.READY, plan)
-    renew(optimizer)
-    scaler.step(optimizer)
-    assert step.phase is Phase.STEPPED
-
-
-def test_11_the_state_of_a_freed_optimizer_is_not_that_of_one_at_its_id() -> None:
-    scaler, freed, heir = a_scaler(), optimizer_of(), optimizer_of()
-    scaler.unscale_(freed)
-    state = states(scaler).pop(id(freed))
-    del freed
-    states(scaler)[id(heir)] = state
-    with pytest.raises(ValueError, match="was not stepped yet"):
-        scaler.was_skipped(heir)
-    scaler.step(heir)
-    assert values(heir) == [-1.0]
-
-
-def test_states_that_were_put_aside_and_put_back_go_on() -> None:
-    scaler, optimizer = begin("", "UNSCALED", None)
-    carried, other = optimizer_of(), optimizer_of(gradient=math.inf)
-    bring_to("CARRIED", scaler, carried)  # and the first one with it
-    aside, scaler._per_optimizer_states = states(scaler), {}
-    scaler.step(other)
-    scaler._per_optimizer_states = aside
-    scaler.step(optimizer)
-    scale(scaler)
-    assert scaler._ours.steps.open(carried).phase is Phase.READY
-    scaler.update(SCALE)
-    assert (values(optimizer), scaler.stats().skipped) == ([-1.0], 0)  # the other's flag is where it was
-
-
-def test_states_that_are_assigned_by_id_are_those_of_their_optimizers() -> None:
-    scaler, bad, good = a_scaler(), optimizer_of(), optimizer_of()
-    scaler.unscale_(bad)
-    scaler._per_optimizer_states = {id(bad): state_of(OptState.UNSCALED, 1.0)}
-    for optimizer in (bad, good):
-        scaler.step(optimizer)
-    assert (values(bad), values(good)) == ([0.0], [-1.0])
-
-
-@pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
-def test_a_copy_of_a_state_is_one_of_torchs_and_once_carried_it_looks_fresh(copies: Any) -> None:
-    scaler, optimizer = begin("", "UNSCALED", None)
-    copied = copies(states(scaler)[id(optimizer)])
-    assert type(copied) is dict
-    assert copied == {"stage": OptState.UNSCALED, "found_inf_per_device": {CPU: torch.zeros(())}}
-    scaler.update()
-    assert states(scaler)[id(optimizer)] == states(scaler)["unknown"] == _refresh_per_optimizer_state()
-
-
-@pytest.mark.parametrize("gradient", [8.0, math.inf])
-def test_the_flag_of_an_optimizer_that_is_freed_before_update_counts(gradient: float) -> None:
-    scaler = a_scaler()
-    optimizer = optimizer_of(gradient=gradient)
-    parameter = weakref.ref(optimizer.param_groups[0]["params"][0])
-    scaler.step(optimizer)
-    del optimizer
-    assert parameter() is None
-    scaler.update()
-    assert scaler.get_scale() == (SCALE if gradient == 8.0 else SCALE / 2)
-    assert not scaler._ours.steps
-    scaler.unscale_(sgd([None]))  # no flag, but torch refuses this, too
-    with pytest.raises(AssertionError, match="may only be pickled at the beginning"):
-        pickle.dumps(scaler)
-
-
-def test_the_last_optimizers_without_weak_references_are_kept() -> None:
-    class Bare:
-        __slots__ = ("param_groups",)
-
-        def step(self) -> None:
-            pass
-
-    scaler = a_scaler()
-    for count in range(1, 16):
-        bare, gradient = Bare(), (math.inf, 1.0)[count % 2]
-        bare.param_groups = optimizer_of(gradient=gradient).param_groups
-        scaler.step(bare)
-        scaler.update()
-        assert scaler.was_skipped(bare) is (gradient == math.inf)
-        assert len(scaler._ours.steps) == min(count, 9)
-
-
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("among", ["all", "these", "others"])
-def test_steps_that_await_their_optimizer_are_known_and_reset_by_parameters(phase: str, among: str) -> None:
-    scaler, optimizer = begin("", phase, None)
-    steps, parameters = scaler._ours.steps, optimizer.param_groups[0]["params"]
-    assert steps.awaiting() == ([optimizer] if phase in ("UNSCALED", "CARRIED", "FAILED") else [])
-    steps.reset({"all": None, "these": parameters, "others": [torch.ones(1)]}[among])
-    assert phase_of(scaler, optimizer) == (phase if among == "others" else "READY")
-
-
-@OLDER
-def test_the_outcome_of_a_step_that_asked_for_no_flag_is_that_it_was_not_skipped() -> None:
-    scaler, optimizer = a_scaler(), optimizer_of("older")
-    optimizer.step = lambda *, grad_scaler: None
-    scaler.step(optimizer)
-    assert not scaler._ours.steps.outcome(optimizer)
-    assert scaler.was_skipped(optimizer) is False
-
-
-FLAGS = "found_inf_per_device"
-WRITES: dict[str, Callable[[Any], Any]] = {
-    "in place": lambda state: state[FLAGS][CPU].fill_(1.0),
-    "summed over ranks": lambda state: state[FLAGS].update({CPU: state[FLAGS].pop(CPU) + 2.0}),
-    "replaced": lambda state: state.update({FLAGS: {CPU: torch.tensor([math.nan])}}),
-    "of another device": lambda state: state[FLAGS].update(other=torch.tensor(1.0)),
-}
-
-
-@pytest.mark.parametrize("kind", ["plain", "fused"])
-@pytest.mark.parametrize("write", WRITES)
-def test_the_flag_is_what_stands_in_the_state_whoever_wrote_it(kind: str, write: str) -> None:
-    scaler, optimizer = a_scaler(), optimizer_of(kind)
-    scaler.unscale_(optimizer)
-    WRITES[write](states(scaler)[id(optimizer)])
-    scaler.step(optimizer)
-    assert values(optimizer) == [0.0]
-    scaler.update()
-    assert scaler.get_scale() == SCALE / 2
 
 
 # Parameters that are replaced
