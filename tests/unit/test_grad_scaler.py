@@ -4,7 +4,6 @@ import copy
 import math
 import pickle
 import pickletools
-import sys
 import threading
 import types
 from collections import defaultdict
