@@ -1,7 +1,7 @@
 """The decision whether a norm is a spike: mean and deviation of the norms before it, by one program.
 
-Sums are taken in a fixed order, neighbours first, and without fused multiply-adds: `scaler_triton/spikes.py` computes
-the same bits with torch's ops.
+Sums are taken in a fixed order, neighbours first, and without fused multiply-adds: `guard/spikes.py` computes the same
+bits with torch's ops.
 """
 
 import functools

@@ -141,7 +141,7 @@ def bind_update(
 
         bad = any(flags[row, FLAG] != 0 for row in rows)
         unscaled = max(measured[row, LARGEST] / measured[row, MEASURED_AT] for row in rows)   # with `headroom`
-        scale, growth_tracker, strikes, headroom = by the rules of `scaler_triton/update.py` and `headroom.py`
+        scale, growth_tracker, strikes, headroom = by the rules of `core/update.py` and `measuring/headroom.py`
         updates += 1
         if bad: skipped += 1; last_skip = updates
         streak = streak + 1 if bad else 0

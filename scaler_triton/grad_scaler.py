@@ -397,7 +397,7 @@ class GradScaler(torch.amp.GradScaler):
         stats = ScalerStats.of(ours.counters.newest())
         known = {"skip_share": stats.skipped / max(1, stats.updates), "skipped_in_a_row": stats.consecutive_skips}
         known |= asdict(stats) | ours.newest(self)
-        names = ["updates", "skipped", "skip_share", "skipped_in_a_row", "spikes", *ours.newest_names(known)]
+        names = ours.logged_names(["updates", "skipped", "skip_share", "skipped_in_a_row", "spikes"], known)
         if is_measuring(ours.checks):
             known |= asdict(self.headroom(wait=False))
             names += ["largest", "bits", "zeros", "subnormal"]

@@ -68,9 +68,9 @@ class Parts:
         number = scaler._init_scale if newest is None else newest[0] if isinstance(newest, list) else newest
         return {"scale": number}
 
-    def newest_names(self, known: dict[str, Any]) -> list[str]:
-        """Return which of the known numbers a logger gets beside those of all kinds of scalers."""
-        return ["scale", "growths", "backoffs"]
+    def logged_names(self, counted: list[str], known: dict[str, Any]) -> list[str]:
+        """Return which of the known numbers a logger gets, in order; `counted` are those of all scalers."""
+        return ["scale", *counted, "growths", "backoffs"]
 
     def require_scale(
         self, scaler: GradScaler, name: str, optimizers: Sequence[Any], tell_others: Callable[[], None] | None = None

@@ -127,6 +127,6 @@ class GuardParts(Parts):
         """Return the last norms and their limits, as far as they are on the host."""
         return self.guard.newest()
 
-    def newest_names(self, known: dict[str, Any]) -> list[str]:
-        """Return the names of norms and limits."""
-        return [name for name in known if name.startswith(("norm", "limit"))]
+    def logged_names(self, counted: list[str], known: dict[str, Any]) -> list[str]:
+        """Return the names of counters, norms and limits."""
+        return [*counted, *(name for name in known if name.startswith(("norm", "limit")))]

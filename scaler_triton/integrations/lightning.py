@@ -68,7 +68,9 @@ def fsdp_precision(framework: type, scaler: GradScaler | None = None) -> Any:
     """
     plugin = _plugin_class(framework, "FSDPPrecision")("16-mixed")
     given = _checked(scaler or scaler_triton.ShardedGradScaler())
-    if not given._ours.sharded and given.process_group is None:  # FSDP1's shards do not tell which ranks share them
+    if (
+        not given._ours.checks.sharded and given.process_group is None
+    ):  # FSDP1's shards do not tell which ranks share them
         raise TypeError("scaler must be a ShardedGradScaler under FSDP1, or have a process_group: ranks would disagree")
     plugin.scaler = given  # the constructor refuses every scaler
     return plugin

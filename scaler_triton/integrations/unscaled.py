@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from scaler_triton.core.dispatch import is_captured
 from scaler_triton.core.step import CARRIED, FAILED, UNSCALED, parameters_of
 
 
@@ -31,7 +30,7 @@ def is_unscaled(scaler: Any, optimizer: Any) -> bool:
     """Return whether the gradients were unscaled, by a guard checked, in this step or before the last update."""
     step = scaler._ours.steps.open(optimizer)
     if step.phase is CARRIED:
-        step.resume(is_captured(scaler._scale))
+        scaler._ours.checks.resume(step, scaler._scale)
     return step.phase in (UNSCALED, FAILED)
 
 
@@ -63,7 +62,7 @@ class Unscaled:
     """The gradients that are unscaled for a step still to come. To be made before the loss of a backward is scaled."""
 
     def __init__(self, scaler: Any) -> None:
-        is_guard = scaler._ours.guard is not None
+        is_guard = not scaler._ours.scales
         self._steps, self._did = scaler._ours.steps, "checked" if is_guard else "unscaled"
         self._gradients = []
         for optimizer in self._steps.awaiting():

@@ -153,7 +153,7 @@ def _call_after_update(scaler: Any, name: str, *args: Any, **kwargs: Any) -> Any
 
 def _updates_by_itself(scaler: Any) -> bool:
     """Return whether the scaler is a guard, of which each step ends with its own update."""
-    return scaler._ours.guard is not None
+    return not scaler._ours.scales
 
 
 def _trains(parameters: Iterable[Tensor]) -> bool:

@@ -497,7 +497,7 @@ def test_a_gan_is_updated_for_each_loss_at_once_if_it_toggles(bad: str, optimize
 
 @KINDS
 @pytest.mark.parametrize("precision", GUARDED)
-def test_a_guard_counts_a_loss_of_several_optimizers_once(kind: str, precision: str) -> None:
+def test_a_guard_counts_each_step_of_several_optimizers(kind: str, precision: str) -> None:
     made, pair = guard_plugin(kind, precision), Pair()
     losses = jobs.parts_of_losses("second")
     if kind == "Trainer":
@@ -517,7 +517,7 @@ def test_a_guard_counts_a_loss_of_several_optimizers_once(kind: str, precision: 
             for each in optimizers:
                 each.step()
                 each.zero_grad()
-    assert (made.scaler.stats().updates, made.scaler.stats().skipped) == (4, 2)
+    assert (made.scaler.stats().updates, made.scaler.stats().skipped) == (8, 2)
     assert whole(pair).isfinite().all()
 
 

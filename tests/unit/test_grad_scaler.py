@@ -4,7 +4,6 @@ import copy
 import math
 import pickle
 import pickletools
-import sys
 import threading
 import types
 from collections import defaultdict
@@ -17,6 +16,7 @@ from helpers import EXTRAS, PLACES, Place, params_of, sgd, started, trained, upd
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from scaler_triton import GradScaler, ScalerStats, ShardedGradScaler, StepGuard
+from scaler_triton.core import check
 from scaler_triton.core.step import OptimizerStep
 from scaler_triton.integrations.unscaled import unscale_once
 from scaler_triton.policy import NO_LIMITS, Limits
@@ -148,7 +148,7 @@ def test_a_loaded_checkpoint_begins_every_step_anew(kind: Any, bad: bool, done: 
         if rolls_back:
             params_of(optimizer)[0].grad = torch.full((2,), math.inf if bad else 1024.0)
             if done == "failed":
-                with mock.patch.object(check.passes, "check", side_effect=MemoryError), pytest.raises(MemoryError):
+                with mock.patch.object(check.Checks, "look", side_effect=MemoryError), pytest.raises(MemoryError):
                     scaler.unscale_(optimizer)
             elif done in ("unscale_", "carried"):
                 scaler.unscale_(optimizer)
@@ -226,7 +226,7 @@ def test_a_carried_step_begins_anew_where_only_one_of_the_two_is_captured(captur
     scaler.unscale_(optimizer)
     scaler.update()
     scaler._ours.steps.open(optimizer).flag.captured = captured[0]
-    with mock.patch.object(sys.modules["scaler_triton.grad_scaler"], "is_captured", return_value=captured[1]):
+    with mock.patch.object(check, "is_captured", return_value=captured[1]):
         scaler.step(optimizer)
     assert values(optimizer) == [-0.25]
 
@@ -256,7 +256,7 @@ def test_copies_go_on_where_the_original_stood_and_leave_it_alone(cls: Any, clon
     saved, copied = scaler.state_dict(), clone(scaler)
     assert type(copied) is cls
     assert (copied.state_dict(), copied._ours.checks.requested) == (saved, "torch")
-    assert copied._ours.sharded is (cls is ShardedGradScaler)
+    assert copied._ours.checks.sharded is (cls is ShardedGradScaler)
     copied._lazy_init_scale_growth_tracker("cpu")
     copied._scale.fill_(1.0)
     copied._ours.counters.on(torch.device("cpu"))[0] += 1

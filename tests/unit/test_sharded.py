@@ -49,7 +49,7 @@ def test_it_is_one_of_both() -> None:
     assert issubclass(ShardedGradScaler, TorchSharded)
     assert ShardedGradScaler.__mro__[1] is GradScaler
     for cls, sharded in ((Own, False), (OwnSharded, True), (ShardedGradScaler, True), (GradScaler, False)):
-        assert cls("cpu")._ours.sharded is sharded
+        assert cls("cpu")._ours.checks.sharded is sharded
 
 
 def test_without_a_default_group_torchs_error_is_raised_and_not_before_the_first_step() -> None:

@@ -303,14 +303,14 @@ def test_of_several_optimizers_all_gradients_are_validated_before_one_is_written
         assert grads(optimizers[0]) == [1.0]
 
 
-WRITING = [("at once", "passes.clip_batch_"), ("norm", "clip._clip_by_terms_"), ("norm", "torch_ops.coefficient")]
+WRITING = [("at once", "norm.clip_batch_"), ("norm", "clip._clip_by_terms_"), ("norm", "torch_ops.coefficient")]
 
 
 @pytest.mark.parametrize(("way", "where"), [*WRITING, ("parameters", "torch_ops.coefficient")])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_after_a_write_that_failed_the_steps_are_skipped(way: str, where: str, error: type[BaseException]) -> None:
     optimizers, scaler = [sgd([torch.ones(3)]), sgd([torch.ones(5)])], scaler_on()
-    broken = mock.patch(f"scaler_triton.{where}", side_effect=error("no memory"))
+    broken = mock.patch(f"scaler_triton.clipping.{where}", side_effect=error("no memory"))
     with broken, pytest.raises(error, match="^no memory$"):
         scaler.clip_grad_norm_(optimizers, 1.0, **options_of(way, *optimizers))
     assert phases(scaler, *optimizers) == [FAILED, FAILED]

@@ -10,6 +10,7 @@ from helpers import PLACES, Place, assert_all_same, sgd, started, take_step
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
 from scaler_triton.kernels import abi
 from scaler_triton.measuring.headroom import Headroom
+from scaler_triton.measuring.measure import is_measuring
 
 INF = math.inf
 
@@ -112,8 +113,8 @@ def test_without_measuring_it_raises() -> None:
     assert "scaler/bits" not in GradScaler("cpu").metrics()
     with pytest.raises(RuntimeError, match=r"a StepGuard measures nothing; use GradScaler\(measure=True\)"):
         StepGuard("cpu").headroom(wait=False)
-    assert not StepGuard("cpu")._ours.steps.measures
-    assert ShardedGradScaler("cpu", measure=True)._ours.steps.measures
+    assert not is_measuring(StepGuard("cpu")._ours.checks)
+    assert is_measuring(ShardedGradScaler("cpu", measure=True)._ours.checks)
 
 
 def test_metrics_have_what_was_measured() -> None:

@@ -51,9 +51,24 @@ def test_guards_beside_a_check_by_hand() -> None:
     [
         (bench_passes, "ops.check_nonfinite", lambda grads, flag: None, "fp32: check sets the flag to 0.0"),
         (bench_clip, "GradScaler.clip_grad_norm_", lambda *args: CLIP(*args) * 1.001, "fp32: ours, to 0.5 of the norm"),
-        (bench_guard, "spikes.Window.judge", lambda *args, **options: None, "bf16: skip spikes, too, spike: the step"),
-        (bench_host, "torch_ops.check", lambda *args: None, "MLP, 1, fused, an infinity: another state than torch's"),
-        (bench_guard, "passes.clip_batch_", lambda *args: (None, False), "bf16: skip what is not finite, usual: grad"),
+        (
+            bench_guard,
+            "guard.spikes.Window.judge",
+            lambda *args, **options: None,
+            "bf16: skip spikes, too, spike: the step",
+        ),
+        (
+            bench_host,
+            "core.torch_ops.check",
+            lambda *args: None,
+            "MLP, 1, fused, an infinity: another state than torch's",
+        ),
+        (
+            bench_guard,
+            "clipping.norm.clip_batch_",
+            lambda *args: (None, False),
+            "bf16: skip what is not finite, usual: grad",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused(bench: Any, name: str, broken: Any, text: str, monkeypatch: Any) -> None:

@@ -11,7 +11,6 @@ from helpers import PLACES, Place, sgd
 from torch import nn
 
 from scaler_triton import GradScaler, StepGuard
-from scaler_triton.core import fused
 from scaler_triton.core.update import Counters
 from scaler_triton.report import streak
 
@@ -148,6 +147,6 @@ def test_a_look_waits_for_nothing_and_none_is_taken_in_a_capture(monkeypatch: An
 
 def test_a_good_step_looks_one_time_in_64() -> None:
     run = Run(GradScaler, fused=True)
-    with mock.patch.object(fused, "look") as look:
+    with mock.patch.object(streak, "look") as look:
         run.step("." * 640)
     assert look.call_count == 10
