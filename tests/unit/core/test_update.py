@@ -86,7 +86,7 @@ def by_ops(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Count
 
 def by_kernel(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Counters, *measured: Any) -> None:
     policy = DevicePolicy(scale.device).hold(*rules)
-    options = measured[0].options(a_row(measured[1])) if measured else {}
+    options = measured[0].launch_options(a_row(measured[1])) if measured else {}
     bind = kernels().update_scale.bind_update
     bind(flag, flag, policy, held.on(scale.device), clear=False, **options)(scale, tracker, 1)
 
@@ -260,7 +260,7 @@ def test_a_replaced_scale_or_tracker_that_cannot_be_one_is_named(
     scaler.step(sgd([torch.ones(1)], place.device))
     setattr(scaler, name, value.to(place.device) if isinstance(value, Tensor) and not value.is_meta else value)
     with pytest.raises(error, match=text):
-        rule.update_by_flags(scaler, scaler._scale, scaler._growth_tracker, [], captured=False)
+        scaler._ours.updates.by_flags(scaler._scale, scaler._growth_tracker, [], (2.0, 0.5, 1))
 
 
 @PLACES
