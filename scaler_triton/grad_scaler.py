@@ -37,7 +37,7 @@ from scaler_triton.core.dispatch import (
     stacklevel,
     stream_of,
 )
-from scaler_triton.core.flag import Flag, Flags, any_flag, new_flag
+from scaler_triton.core.flag import Flag, Flags, any_flag, make_flag
 from scaler_triton.core.memory import fp32_on
 from scaler_triton.core.overrides import overrides, own
 from scaler_triton.core.passes import check_batch, unscale_batch_
@@ -306,7 +306,7 @@ class GradScaler(torch.amp.GradScaler):
             raise
         step.steps_taken += 1
         if steps.updates == updates:  # else the optimizer has called `update`
-            step.stepped()
+            step.finish()
         return result
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> float | None:
@@ -607,7 +607,7 @@ class GradScaler(torch.amp.GradScaler):
         # A call from outside a step, perhaps for a few parameters, must not begin one.
         step = checks.steps.last(optimizer) or OptimizerStep()
         plan, parameters = checks.plan(step, optimizer, found_inf.device)
-        flag = new_flag(found_inf.new_zeros(STATUS))
+        flag = make_flag(found_inf.new_zeros(STATUS))
         flag.found_inf.copy_(found_inf.reshape(()))
         try:
             batches = plan.collect(parameters, allow_fp16=allow_fp16)
@@ -618,13 +618,15 @@ class GradScaler(torch.amp.GradScaler):
         for batch in batches:
             device = batch.layout.device
             if batch.is_partial:
-                check_batch(batch, flag.on(device))
+                check_batch(batch, flag.found_inf_on(device))
             else:
-                unscale_batch_(batch, fp32_on(device, inv_scale), flag.on(device), inverse=True)
+                unscale_batch_(batch, fp32_on(device, inv_scale), flag.found_inf_on(device), inverse=True)
         if flag.gather():
             checks.tell_found(step, batches)
-        here = {flag.device: flag.found_inf} if flag.has_gradients or (checks.needs_group and not flag.parts) else {}
-        return here | flag.parts
+        here = (
+            {flag.device: flag.found_inf} if flag.has_gradients or (checks.needs_group and not flag.elsewhere) else {}
+        )
+        return here | flag.elsewhere
 
     def _check_inf_per_device(self, optimizer: Any) -> Any:
         """Check the optimizer's gradients without writing them, and return the agreed flag on every device.

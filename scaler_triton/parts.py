@@ -106,7 +106,7 @@ class Parts:
                 if scaler._scale is None or scaler._growth_tracker is None:
                     scaler._lazy_init_scale_growth_tracker(home_of(scaler, optimizers))
                 for optimizer in optimizers:
-                    self.checks.looks(self.checks.steps.open(optimizer), scaler._scale, divide=True)
+                    self.checks.looks_for(self.checks.steps.open(optimizer), scaler._scale, divide=True)
         return peers
 
 

@@ -75,6 +75,19 @@ def two_ranks() -> Iterator[None]:
 
 
 @pytest.fixture
+def world() -> Iterator[Callable[[int, int], None]]:
+    """Make this process one rank of several, of which the others are pretended."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def begin(size: int, rank: int = 0) -> None:
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+
+    yield begin
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
 def reductions(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     """What this rank, one of two, reduces to a maximum or a sum."""
     seen: list[list[float]] = []

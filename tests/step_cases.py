@@ -60,7 +60,7 @@ def call(
     method: str, *given: Any, fails: str = "", after: bool = False, error: type[BaseException] = MemoryError
 ) -> Event:
     """Return the event of a call to the scaler; a pass or a reduction may fail in it, even after doing its work."""
-    target: Any = {"reduce_": ranks.Ranks, "unscale_": torch_ops, "look": Checks}.get(fails, norm)
+    target: Any = {"reduce_": ranks.Ranks, "unscale_": torch_ops, "take_looks": Checks}.get(fails, norm)
     real = getattr(target, fails, None)
 
     def fail(*args: Any, **kwargs: Any) -> None:

@@ -132,9 +132,9 @@ def _clip_scaled(
             looks = scaler._ours.looks_with_norm(parts[0].step, scale, model)
             for part in parts:
                 part.step.outcome = None
-                part.flag = checks.new_flag(part.step, scale)
+                part.flag = checks.flag_for(part.step, scale)
                 given = part.plan, part.parameters, part.step, scale, part.flag, peers
-                part.batches = checks.look(looks, *given, sums_partial=True)
+                part.batches = checks.take_looks(looks, *given, sums_partial=True)
         else:
             read = _unscale_and_read(scaler, parts, request)
     except Exception:  # the other ranks wait in the norm's reduction
@@ -179,7 +179,7 @@ def _open(
         step.require_unscalable(_UNSCALES_TOO, _LATE, again=request.chosen is not None)
     try:
         for step in steps:
-            checks.looks(step, scaler._scale, divide=True)  # they may prepare what later ones rely on, on every rank
+            checks.looks_for(step, scaler._scale, divide=True)  # which may prepare something, on every rank
         home = scaler._scale.device
         known = [checks.plan(step, each, home) for step, each in zip(steps, optimizers, strict=True)]
         plans, parameters = zip(*known, strict=True)
@@ -226,7 +226,7 @@ def _clip_at_once(
         if unwritten is not None:
             read_sums(part.flag, totals)
         flags_of_step = checks.flags_for(part.flag, part.plan, peers, group, summed=True)
-        part.step.checked(part.flag, flags_of_step, divided=True)
+        part.step.accept(part.flag, flags_of_step, divided=True)
         checks.flag_is_read_later(part.step, part.optimizer)
     return torch_ops.norm_of(totals) if norm is None else norm, refused
 

@@ -59,7 +59,7 @@ class Norm(Look):
         if self._counts is None:
             self._counts = self._replicas_of_gradients()
         weights = _weights(batch, self._counts)
-        total = norm_batch(batch, fp32_on(device, scale), flag.on(device), weights, self._requested)
+        total = norm_batch(batch, fp32_on(device, scale), flag.found_inf_on(device), weights, self._requested)
         self._every.append(wide_on(self.device, total))
 
     @property

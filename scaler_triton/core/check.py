@@ -3,7 +3,7 @@
     batches = plan.collect()            every gradient is validated before the first is written
     look.run(batch, scale, flag)        flag = any gradient is NaN or Inf; Divide: g *= 1 / scale
     agree(flag, looks, scale, peers)    one reduction
-    step.checked()                      keeps the flag; UNSCALED if it divided
+    step.accept()                      keeps the flag; UNSCALED if it divided
 
 A rank whose check fails joins the reduction with the failure set, then raises: see `failures.py`.
 """
@@ -81,13 +81,13 @@ class Checks:
         """
         peers, flag, step.outcome = None, None, None
         try:
-            looks = self.looks(step, scale, divide)
+            looks = self.looks_for(step, scale, divide)
             plan, parameters = self.plan(step, optimizer, scale.device)
             if plan.is_distributed or self.sharded or group is not None:
                 peers = self.peers_of(plan, parameters, group)
-            flag = self.new_flag(step, scale)
+            flag = self.flag_for(step, scale)
             if override is None:
-                self.look(looks, plan, parameters, step, scale, flag, peers, divide=divide)
+                self.take_looks(looks, plan, parameters, step, scale, flag, peers, divide=divide)
             else:
                 flag.take(override(flag))
                 flag.gather()
@@ -97,20 +97,20 @@ class Checks:
         try:
             if peers is not None or self.n_sums is not None:
                 self.agree([flag], looks, scale, peers)
-            if flag.has_gradients and not flag.parts and plan.devices == [flag.device]:
+            if flag.has_gradients and not flag.elsewhere and plan.devices == [flag.device]:
                 flags = {flag.device: flag.found_inf}
             else:
                 flags = self.flags_for(flag, plan, peers, group)
-            step.checked(flag, flags, divided=divide)
+            step.accept(flag, flags, divided=divide)
         except BaseException:
             failures.spend(self, step, scale.device)
             raise
 
-    def looks(self, step: OptimizerStep, scale: Tensor, divide: bool) -> Sequence[Look]:
+    def looks_for(self, step: OptimizerStep, scale: Tensor, divide: bool) -> Sequence[Look]:
         """Return the looks of a check."""
         return self.dividing if divide else self.reading
 
-    def look(
+    def take_looks(
         self,
         looks: Sequence[Look],
         plan: GradPlan,
@@ -185,13 +185,13 @@ class Checks:
             return ranks.group_ranks(parameters, group)
         return ranks.ranks_of_meshes(parameters, self.warned)
 
-    def new_flag(self, step: OptimizerStep, scale: Tensor) -> Flag:
+    def flag_for(self, step: OptimizerStep, scale: Tensor) -> Flag:
         """Return a cleared flag on the scale's device: the step's, unless that holds an earlier check's result."""
         flag, captured = step.flag, scale.is_cuda and is_capturing()
         if flag is None or flag.device != scale.device or step[FLAGS] or step.carried:
             flag = self.rows_on(scale.device).flag()
         if captured and flag.rows is not None:
-            flag.rows.captured.add(flag)  # each replay writes it
+            flag.rows.of_graphs.add(flag)  # each replay writes it
         flag.clear(captured)
         return flag
 
@@ -210,15 +210,15 @@ class Checks:
             return {}
         checked = flag.devices()
         is_late = summed or self.n_sums is not None or peers is not None
-        if not is_late and checked == plan.devices == [*flag.parts] and len(checked) == 1:  # it is there already
-            return {device: as_flag(part, device) for device, part in flag.parts.items()}
+        if not is_late and checked == plan.devices == [*flag.elsewhere] and len(checked) == 1:  # it is there already
+            return {device: as_flag(part, device) for device, part in flag.elsewhere.items()}
         return flag.on_devices((*checked, *plan.devices) or (flag.device,))
 
     def flag_is_read_later(self, step: OptimizerStep, optimizer: Any) -> None:
         """Start copying the flag of a step that was unscaled to the host, where a plain optimizer's step needs it."""
         self.steps.unfinished = True
         flag = step.flag
-        if flag is not None and not (flag.captured or getattr(optimizer, "_step_supports_amp_scaling", False)):
+        if flag is not None and not (flag.is_captured or getattr(optimizer, "_step_supports_amp_scaling", False)):
             flag.start_copy()
 
     def has_flag(self, flag: Flag, peers: Ranks | None, group: Any) -> bool:

@@ -63,6 +63,6 @@ def spend(checks: Checks, step: OptimizerStep, device: torch.device, *, agreed: 
     """Make a step FAILED, with the flag that the ranks `agreed` on if any; one that was only captured starts over."""
     if not (device.type == "cuda" and is_capturing()):
         checks.steps.unfinished = True
-        step.failed(None if agreed else device)
-    elif step.flag is not None and step.flag.captured:
+        step.fail(None if agreed else device)
+    elif step.flag is not None and step.flag.is_captured:
         step.reset()

@@ -39,7 +39,7 @@ class FlagRows:
             self.last_flags = torch.zeros(abi.ROWS, dtype=torch.float32, device="cpu").to(device)  # before an update
             extra = torch.zeros(abi.ROWS, n_extra, dtype=wide_dtype(device), device="cpu")
             self.extra = extra.to(device) if n_extra else None
-        self.captured: set[Flag] = set()  # flags that graphs write at each replay: their rows are never freed
+        self.of_graphs: set[Flag] = set()  # flags that graphs write at each replay: their rows are never freed
         self._free = list(reversed(range(abi.ROWS)))
 
     @torch.inference_mode(False)
@@ -47,15 +47,15 @@ class FlagRows:
         """Return a flag on a free row, which is freed with the flag, or on new memory if no row is free."""
         if not self._free:
             extra = None if self.extra is None else torch.zeros_like(self.extra[0])
-            return new_flag(torch.zeros_like(self.status[0]), extra=extra)
+            return make_flag(torch.zeros_like(self.status[0]), extra=extra)
         row = self._free.pop()
-        flag = new_flag(self.status[row], self, row, None if self.extra is None else self.extra[row])
+        flag = make_flag(self.status[row], self, row, None if self.extra is None else self.extra[row])
         # Callers may keep the tensor of a flag after the step has got another.
         weakref.finalize(flag.found_inf, self._free.append, row).atexit = False
         return flag
 
 
-def new_flag(status: Tensor, rows: FlagRows | None = None, row: int = 0, extra: Tensor | None = None) -> Flag:
+def make_flag(status: Tensor, rows: FlagRows | None = None, row: int = 0, extra: Tensor | None = None) -> Flag:
     """Return a flag for a row of status."""
     on_host = status.is_cpu and type(status) is Tensor  # not one of torch's fake tensors
     return (HostFlag if on_host else Flag)(status, rows, row, extra)
@@ -68,58 +68,57 @@ class Flag:
         self.status, self.rows, self.row, self.extra = status, rows, row, extra
         self.device = status.device
         self.found_inf = status[FLAG]
-        self.cleared = False  # whether flag and failure are known to be zero
+        self.is_zero = False  # whether flag and failure are known to be zero
         self._copy = HostCopy()
         self._forget()
 
     def _forget(self) -> None:
         """Forget the last check."""
         self.has_gradients = False  # whether it looked at gradients on this device
-        self.parts: Flags = {}  # what its passes have set on other devices
+        self.elsewhere: Flags = {}  # what its passes have set on other devices
         self.written = False  # whether it began to write gradients
-        self.captured = False  # whether it was recorded into a graph
+        self.is_captured = False  # whether it was recorded into a graph
         self.is_final = False  # whether it covers other optimizers or was summed: `_check_inf_per_device` keeps it
         # Over how many ranks its status was summed; 0: it is their maximum; None: no other ranks had to agree.
         self.summed_over: int | None = None
         self.reader: int | None = None  # handle of the stream on which a fused step reads it
-        self.saved = False  # whether an update has copied the flag into `rows.last_flags`
+        self.is_saved = False  # whether an update has copied the flag into `rows.last_flags`
         self._copied = False  # whether the copy on the host is of its status
 
     def clear(self, captured: bool = False) -> None:
         """Clear the status for a new check; always in a capture, as each replay follows another step."""
-        if captured or not self.cleared:
+        if captured or not self.is_zero:
             self.status.zero_()
-        self.cleared = False
+        self.is_zero = False
         self._forget()
-        self.captured = captured
+        self.is_captured = captured
 
-    def on(self, device: torch.device) -> Tensor:
+    def found_inf_on(self, device: torch.device) -> Tensor:
         """Return what a pass over gradients on `device` sets: `found_inf` at home, elsewhere what `gather` adds."""
         if device == self.device:
             self.has_gradients = True
             return self.found_inf
-        if device not in self.parts:
-            self.parts[device] = torch.zeros_like(self.found_inf, device=device)
-        return self.parts[device]
+        if device not in self.elsewhere:
+            self.elsewhere[device] = torch.zeros_like(self.found_inf, device=device)
+        return self.elsewhere[device]
 
     def take(self, flags: Flags) -> None:
         """Take what an override has found on each device."""
-        self.parts = dict(flags)
-        if self.parts.get(self.device) is self.found_inf:
-            self.has_gradients = True
-            del self.parts[self.device]
+        self.elsewhere = dict(flags)
+        self.has_gradients = self.device in flags
 
     def devices(self) -> list[torch.device]:
         """Return where gradients were checked."""
-        return [*([self.device] if self.has_gradients else ()), *(each for each in self.parts if each != self.device)]
+        return [*([self.device] if self.has_gradients else ()), *self.elsewhere]
 
     def gather(self) -> bool:
         """Set the flag if a part of it is set; return whether one on the CPU is, which is known without a wait."""
         is_known = False
-        for part in self.parts.values():
+        for part in self.elsewhere.values():
             if not part.is_cpu or type(part) is not Tensor or part.item() != 0.0:
                 is_known |= part.is_cpu and type(part) is Tensor
                 self.found_inf.copy_(torch.maximum(self.found_inf, as_flag(part, self.device)))
+        self.elsewhere.pop(self.device, None)  # what an override has found at home
         return is_known
 
     def is_set(self) -> bool:
@@ -159,13 +158,13 @@ class Flag:
 
     def last_found_inf(self) -> Tensor:
         """Return the tensor that holds the flag of the last step until the next one."""
-        return self.rows.last_flags[self.row] if self.rows is not None and self.saved else self.found_inf
+        return self.rows.last_flags[self.row] if self.rows is not None and self.is_saved else self.found_inf
 
     def save(self) -> None:
         """Save a flag that graphs write, as the updating kernel does: replays will, so it is read from there."""
-        if self.rows is not None and self in self.rows.captured:
+        if self.rows is not None and self in self.rows.of_graphs:
             self.rows.last_flags[self.row].copy_(self.found_inf)
-            self.saved = True
+            self.is_saved = True
 
 
 class HostFlag(Flag):
@@ -182,7 +181,7 @@ class HostFlag(Flag):
 
     def gather(self) -> bool:
         """Set the flag if a part of it is set; return whether it is."""
-        if self.parts:
+        if self.elsewhere:
             super().gather()
         return self._memory[FLAG] != 0.0  # type: ignore[no-any-return]
 

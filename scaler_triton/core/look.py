@@ -37,7 +37,7 @@ class Look:
         """Prepare for one optimizer's batches; `peers` must agree, `flag` and `scale` are as of `run`."""
 
     def run(self, batch: Batch, scale: Tensor, flag: Flag) -> None:
-        """Look at a batch: set `flag.on(device)` if a gradient is not finite; `scale` has one element, at home."""
+        """Look at a batch: set `flag.found_inf_on(device)` if it is not finite; `scale` has one element, at home."""
         raise NotImplementedError
 
     def numbers(self, flags: Sequence[Flag]) -> Tensor:
@@ -57,7 +57,7 @@ class Divide(Look):
     def run(self, batch: Batch, scale: Tensor, flag: Flag) -> None:
         """Check a batch and divide it."""
         layout = batch.layout
-        found_inf = flag.on(layout.device)
+        found_inf = flag.found_inf_on(layout.device)
         if batch.is_partial:
             check_batch(batch, found_inf)
             return
@@ -77,4 +77,4 @@ class Read(Look):
 
     def run(self, batch: Batch, scale: Tensor, flag: Flag) -> None:
         """Check a batch."""
-        check_batch(batch, flag.on(batch.layout.device))
+        check_batch(batch, flag.found_inf_on(batch.layout.device))

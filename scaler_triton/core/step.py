@@ -107,7 +107,7 @@ class OptimizerStep(dict[str, Any]):
             raise RuntimeError("step() has already been called since the last update().")
         self.drop_if_peer_failed()
 
-    def checked(self, flag: Flag, flags: Flags, *, divided: bool) -> None:
+    def accept(self, flag: Flag, flags: Flags, *, divided: bool) -> None:
         """Store the flag that the ranks agreed on after a check, which `divided` or only read."""
         self.flag, self[FLAGS], self.carried = flag, flags, {}
         if divided:
@@ -131,7 +131,7 @@ class OptimizerStep(dict[str, Any]):
 
     def resume(self, captured: bool) -> None:
         """Continue a CARRIED step, or start it over if only one of its check and this call is captured in a graph."""
-        if self.flag is not None and captured != self.flag.captured:
+        if self.flag is not None and captured != self.flag.is_captured:
             self.reset()
             return
         self[FLAGS], self.carried = self.carried, {}
@@ -139,7 +139,7 @@ class OptimizerStep(dict[str, Any]):
             self.flag.is_final = True  # it may be that of another batch's look
         self._enter(UNSCALED)
 
-    def failed(self, home: torch.device | None) -> None:
+    def fail(self, home: torch.device | None) -> None:
         """Set the flag on each parameter's device, else on `home`; None keeps the agreed flag, for equal scales."""
         self._enter(FAILED)  # first, in case no flag can be made below
         self.loss_is_newer, self.outcome = False, None
@@ -154,7 +154,7 @@ class OptimizerStep(dict[str, Any]):
 
     def peer_has_failed(self) -> bool:
         """Return whether the check of an UNSCALED step failed on another rank, waiting for the flag."""
-        if self.phase is not UNSCALED or self.flag is None or self.flag.captured:
+        if self.phase is not UNSCALED or self.flag is None or self.flag.is_captured:
             return False
         try:
             self.flag.on_host()
@@ -173,7 +173,7 @@ class OptimizerStep(dict[str, Any]):
         """Return to the phase before a check-only call that FAILED: `step` checks again, as the other ranks do."""
         self._enter(phase)
 
-    def stepped(self) -> None:
+    def finish(self) -> None:
         """End the step, which was taken or skipped."""
         self.phase = STEPPED
         self["stage"] = STEPPED_STAGE

@@ -261,7 +261,7 @@ class Updates:
         updater.launch(scale, tracker, mask)
         increment_version((scale,))  # as torch's op: a loss scaled before it cannot be differentiated after it
         for flag in flags:
-            flag.saved, flag.cleared = True, not (captured or flag in updater.rows.captured)
+            flag.is_saved, flag.is_zero = True, not (captured or flag in updater.rows.of_graphs)
 
     def _by_any_flag(
         self, updater: Any, scale: Tensor, tracker: Tensor, checked: Sequence[Any], numbers: Numbers

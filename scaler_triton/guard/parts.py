@@ -34,7 +34,7 @@ class GuardParts(Parts):
         """Follow this guard's rule."""
         self.guard = guard
         if guard.sigma is not None:
-            self.checks.looks = self._looks  # type: ignore[method-assign]
+            self.checks.looks_for = self._looks  # type: ignore[method-assign]
             self.checks.n_sums, self.checks.sums_partial = 0, True
 
     def _looks(self, step: OptimizerStep, scale: Tensor, divide: bool) -> Sequence[Look]:
@@ -78,7 +78,7 @@ class GuardParts(Parts):
         for step in steps:
             try:
                 if step.peer_has_failed():
-                    step.failed(None)
+                    step.fail(None)
                 if step.phase is FAILED:
                     self.end(scaler, step)
             except (

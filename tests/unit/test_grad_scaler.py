@@ -148,7 +148,7 @@ def test_a_loaded_checkpoint_begins_every_step_anew(kind: Any, bad: bool, done: 
         if rolls_back:
             params_of(optimizer)[0].grad = torch.full((2,), math.inf if bad else 1024.0)
             if done == "failed":
-                with mock.patch.object(check.Checks, "look", side_effect=MemoryError), pytest.raises(MemoryError):
+                with mock.patch.object(check.Checks, "take_looks", side_effect=MemoryError), pytest.raises(MemoryError):
                     scaler.unscale_(optimizer)
             elif done in ("unscale_", "carried"):
                 scaler.unscale_(optimizer)
@@ -225,7 +225,7 @@ def test_a_carried_step_begins_anew_where_only_one_of_the_two_is_captured(captur
     scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), sgd([torch.full((1,), 8.0)])
     scaler.unscale_(optimizer)
     scaler.update()
-    scaler._ours.steps.open(optimizer).flag.captured = captured[0]
+    scaler._ours.steps.open(optimizer).flag.is_captured = captured[0]
     with mock.patch.object(check, "is_captured", return_value=captured[1]):
         scaler.step(optimizer)
     assert values(optimizer) == [-0.25]

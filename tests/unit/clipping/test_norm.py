@@ -10,7 +10,9 @@ from helpers import DTYPES, KERNELS, PLACES, Place, assert_same, randn, sum_of_s
 from tensor_pair import Pair
 from torch import Tensor
 
+from scaler_triton.clipping import norm
 from scaler_triton.clipping.norm import backend_of, clip_batch_, norm_batch
+from scaler_triton.core import plan
 from scaler_triton.core.plan import Batch, choose_backends, group
 from scaler_triton.kernels.abi import OVERFLOWS, SQUARES, STATUS, TOTALS
 
@@ -93,3 +95,23 @@ def test_a_subclass_is_measured_and_clipped_by_its_own_ops(place: Place, right: 
     assert (gradient.left.tolist(), gradient.right.tolist()) == ([2.0] * 3, [right / 4] * 3)
     clip(batch, place, 1.0, 0.5)
     assert gradient.left.tolist() == [2.0 * coefficient(0.5, 1.0)] * 3
+
+
+@pytest.mark.parametrize("broken", ["", "unscaling", "clipping"])
+def test_a_backend_is_chosen_once_for_each_layout_and_is_torchs_where_that_checks(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def choose(device: Any, dtype: Any, requested: str, task: str = "unscaling") -> str:
+        asked.append((dtype, requested, task))
+        return "torch" if task == broken else "triton"
+
+    for module in (norm, plan):
+        monkeypatch.setattr(module, "choose", choose)
+    batches = group({0: torch.ones(3), 1: torch.ones(9)[::3]})
+    choose_backends(batches, "triton")
+    for _ in range(2):
+        chosen = [backend_of(batch.layout, "triton") for batch in batches]
+    assert chosen == ["torch" if broken else "triton", "torch"]
+    assert asked[1:] == ([] if broken == "unscaling" else [(torch.float32, "triton", "clipping")])

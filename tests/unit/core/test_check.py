@@ -42,7 +42,7 @@ def test_a_check_that_fails_leaves_the_flag_of_an_earlier_one(how: str) -> None:
     assert scaler.get_scale() == SCALE / 2
 
 
-@pytest.mark.parametrize(("module", "fails"), [(Checks, "new_flag"), (torch, "ones")])
+@pytest.mark.parametrize(("module", "fails"), [(Checks, "flag_for"), (torch, "ones")])
 def test_a_check_that_cannot_begin_or_end_does_not_step(module: Any, fails: str) -> None:
     scaler, optimizer = a_scaler(), sgd([torch.full((1,), 8.0)])
     with (
@@ -53,7 +53,7 @@ def test_a_check_that_cannot_begin_or_end_does_not_step(module: Any, fails: str)
         scaler.unscale_(optimizer)
     with suppress(AssertionError):  # FAILED without room for a flag
         scaler.step(optimizer)
-    assert values(optimizer) == [-1.0 if fails == "new_flag" else 0.0]
+    assert values(optimizer) == [-1.0 if fails == "flag_for" else 0.0]
 
 
 class AllowsFp16(torch.amp.GradScaler):
@@ -154,7 +154,9 @@ def test_the_flag_is_where_gradients_or_parameters_are_or_where_the_scale_is_if_
     zero = torch.zeros(())
 
     def on(checked: Any, devices: list[torch.device], together: Any = None) -> set[torch.device]:
-        own.parts, plan = checked, SimpleNamespace(devices=devices)
+        own.clear()
+        own.take(checked)
+        plan = SimpleNamespace(devices=devices)
         return set(checks.flags_for(own, plan, together, None))
 
     assert on({CPU: zero}, [CPU, OTHER]) == on({OTHER: zero}, [CPU]) == {CPU, OTHER}
@@ -165,7 +167,7 @@ def test_the_flag_is_where_gradients_or_parameters_are_or_where_the_scale_is_if_
 
 def test_a_flag_elsewhere_is_the_part_that_was_set_there_unless_a_look_may_have_set_it_later() -> None:
     checks, own, plan = a_scaler()._ours.checks, flag.Flag(torch.zeros(4)), SimpleNamespace(devices=[AS_ANOTHER])
-    own.parts = {AS_ANOTHER: torch.tensor([2.0])}
+    own.take({AS_ANOTHER: torch.tensor([2.0])})
     assert checks.flags_for(own, plan, None, None)[AS_ANOTHER].tolist() == 1.0
     assert checks.flags_for(own, plan, None, None, summed=True)[AS_ANOTHER].tolist() == 0.0
 
@@ -176,10 +178,10 @@ def test_a_flag_is_reused_from_step_to_step_unless_it_still_counts() -> None:
     step, checks = scaler._ours.steps.open(optimizer), scaler._ours.checks
     first = step.flag
     scaler.step(optimizer)
-    assert checks.new_flag(step, scaler._scale) is not first
+    assert checks.flag_for(step, scaler._scale) is not first
     scaler.update()
-    assert checks.new_flag(step, scaler._scale) is first
-    assert checks.new_flag(step, torch.ones((), device=OTHER)) is not first
+    assert checks.flag_for(step, scaler._scale) is first
+    assert checks.flag_for(step, torch.ones((), device=OTHER)) is not first
 
 
 def test_a_flag_that_a_carried_step_goes_by_is_not_reused() -> None:
@@ -187,7 +189,7 @@ def test_a_flag_that_a_carried_step_goes_by_is_not_reused() -> None:
     scaler.unscale_(optimizer)
     scaler.update()
     step = scaler._ours.steps.open(optimizer)
-    assert scaler._ours.checks.new_flag(step, scaler._scale) is not step.flag
+    assert scaler._ours.checks.flag_for(step, scaler._scale) is not step.flag
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -195,7 +197,7 @@ def test_a_flag_that_a_carried_step_goes_by_is_not_reused() -> None:
 def test_a_copy_to_the_host_is_started_only_for_a_step_that_comes_later(how: str, fused: bool) -> None:
     scaler, optimizer = a_scaler(), sgd([torch.ones(1)], fused=fused)
     with (
-        mock.patch.object(flag, "host_memory", return_value=None),  # as on a GPU
+        mock.patch.object(flag, "HostFlag", flag.Flag),  # as on a GPU
         mock.patch.object(flag.Flag, "start_copy", autospec=True, side_effect=flag.Flag.start_copy) as started_copy,
     ):
         call(scaler, how, optimizer)

@@ -120,7 +120,7 @@ def test_what_users_can_mend_comes_with_the_remedy(error: Exception, remedy: str
 
 TOO_OLD = """
 import torch, triton
-for package, version, name in ((triton, "3.5.1", "kernels.launch"), (torch, "2.9.1", "dispatch")):
+for package, version, name in ((triton, "3.5.1", "kernels.launch"), (torch, "2.9.1", "core.dispatch")):
     package.__version__ = type(package.__version__)(version)
     try:
         __import__(f"scaler_triton.{name}")

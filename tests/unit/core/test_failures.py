@@ -23,7 +23,7 @@ def a_scaler(cls: type = GradScaler, **options: Any) -> Any:
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_an_error_is_told_to_the_others_and_an_interrupt_is_not(error: Any, reductions: Any) -> None:
     scaler, optimizer = a_scaler(ShardedGradScaler), sgd([torch.ones(1)])
-    with mock.patch.object(Checks, "look", side_effect=error), pytest.raises(error):
+    with mock.patch.object(Checks, "take_looks", side_effect=error), pytest.raises(error):
         scaler.unscale_(optimizer)
     assert reductions == ([TOLD] if error is MemoryError else [])
 
@@ -31,7 +31,7 @@ def test_an_error_is_told_to_the_others_and_an_interrupt_is_not(error: Any, redu
 def test_the_others_are_told_even_if_this_rank_has_no_room_for_a_flag(reductions: Any) -> None:
     scaler, optimizer = a_scaler(ShardedGradScaler), sgd([torch.ones(1)])
     with (
-        mock.patch.object(Checks, "look", side_effect=KeyError),
+        mock.patch.object(Checks, "take_looks", side_effect=KeyError),
         mock.patch.object(torch, "ones", side_effect=MemoryError),
         pytest.raises(MemoryError),
     ):

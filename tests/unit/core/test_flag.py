@@ -21,7 +21,7 @@ def cleared(rows: FlagRows | None = None, *, on_gpu: bool = False) -> Flag:
     """Return a flag as a check begins with it; as one on a GPU, which Python does not read where it is, if asked."""
     made = (rows or FlagRows(CPU)).flag()
     if on_gpu:
-        made._memory = None
+        made = Flag(made.status, made.rows, made.row)
     made.clear()
     return made
 
@@ -97,17 +97,17 @@ def test_clear_forgets_the_last_check(on_gpu: bool) -> None:
     made.status.copy_(torch.tensor([1.0, 1.0, 3.0, 6.0]))
     made.summed_over = 2
     made.start_copy()
-    made.saved, made.cleared = True, False
+    made.is_saved, made.is_zero = True, False
     made.clear()
     assert made.status[[FLAG, FAILED]].tolist() == [0.0, 0.0]
     assert not made.on_host()  # no comparison, no old copy
-    assert (made.saved, made.is_final) == (False, False)
+    assert (made.is_saved, made.is_final) == (False, False)
 
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_row_that_an_update_has_cleared_is_cleared_again_only_in_a_capture(captured: bool) -> None:
     made = cleared(on_gpu=True)
-    made.cleared = True
+    made.is_zero = True
     version = made.status._version
     made.clear(captured)
     assert (made.status._version > version) is captured
@@ -117,22 +117,21 @@ def test_a_row_that_an_update_has_cleared_is_cleared_again_only_in_a_capture(cap
 @pytest.mark.parametrize("others", [[], [0.0], [0.0, 1.0, 0.0], [math.nan], [2.0]])
 def test_gather_sets_the_flag_if_any_part_is_set_and_never_clears_it(own: float, others: list[float]) -> None:
     made = cleared()
-    made.on(CPU).fill_(own)
-    made.parts |= {torch.device("cuda", index): torch.tensor(other) for index, other in enumerate(others)}
-    assert made.was_found_on_cpu() == bool(own or any(others))
-    made.gather()
+    made.found_inf_on(CPU).fill_(own)
+    made.elsewhere |= {torch.device("cuda", index): torch.tensor(other) for index, other in enumerate(others)}
+    assert made.gather() == bool(own or any(others))
     assert made.found_inf.item() == float(bool(own or any(others)))
 
 
 def test_a_pass_sets_the_flag_itself_at_home_and_a_part_of_it_elsewhere() -> None:
     made = cleared()
-    assert made.on(CPU) is made.found_inf
-    part = made.on(META)
+    assert made.found_inf_on(CPU) is made.found_inf
+    part = made.found_inf_on(META)
     assert part.is_meta
-    assert made.on(META) is part
-    assert made.parts == {CPU: made.found_inf, META: part}
+    assert made.found_inf_on(META) is part
+    assert (made.devices(), made.elsewhere) == ([CPU, META], {META: part})
     made.clear()
-    assert made.parts == {}
+    assert (made.devices(), made.elsewhere) == ([], {})
 
 
 @pytest.mark.parametrize(("overflows", "want"), [(0.0, 0.0), (1.0, 1.0), (3.0, 1.0), (math.nan, 1.0)])
@@ -175,7 +174,7 @@ def test_a_step_is_skipped_by_what_stands_in_it_once_other_code_has_seen_it(
 ) -> None:
     made, step = cleared(on_gpu=on_gpu), OptimizerStep()
     made.found_inf.fill_(value)
-    step.checked(made, {CPU: made.found_inf} if flags is ITS_OWN else flags, divided=True)
+    step.accept(made, {CPU: made.found_inf} if flags is ITS_OWN else flags, divided=True)
     made.start_copy()
     made.found_inf.fill_(later)
     assert step.is_bad(exposed) is skips
@@ -196,7 +195,7 @@ def test_last_is_what_an_update_has_saved_before_it_cleared_the_flag(saved: bool
     rows = FlagRows(CPU)
     made = cleared(rows)
     rows.last_flags[made.row] = 1.0
-    made.saved = saved
+    made.is_saved = saved
     assert made.last() is saved
 
 

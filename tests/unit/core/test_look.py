@@ -11,7 +11,7 @@ from helpers import PLACES, Place, parameters
 from torch import Tensor
 
 from scaler_triton.core.check import Checks
-from scaler_triton.core.flag import Flag
+from scaler_triton.core.flag import Flag, make_flag
 from scaler_triton.core.look import Divide, Read
 from scaler_triton.core.step import OptimizerStep
 from scaler_triton.core.update import Counters
@@ -26,15 +26,15 @@ def look(grads: Sequence[Tensor | None], place: Place, divide: bool = True, scal
     given = number(scale, place) if isinstance(scale, float) else scale.to(place.device)
     optimizer = torch.optim.SGD(params, lr=1.0)
     plan, held = checks.plan(step, optimizer, given.device)
-    looks, flag = checks.looks(step, given, divide), Flag(torch.zeros(STATUS, device=place.device))
+    looks, flag = checks.looks_for(step, given, divide), make_flag(torch.zeros(STATUS, device=place.device))
     assert [type(each) for each in looks] == [Divide if divide else Read]
-    checks.look(looks, plan, held, step, given, flag, None, divide=divide)
+    checks.take_looks(looks, plan, held, step, given, flag, None, divide=divide)
     return params, flag
 
 
 def found(flag: Flag) -> list[float]:
     """Return the flags of the devices."""
-    return [each.item() for each in flag.parts.values()]
+    return [flag.found_inf.item() for _ in flag.devices()]
 
 
 @PLACES

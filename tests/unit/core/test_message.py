@@ -51,7 +51,7 @@ def test_who_reads_the_flag_learns_of_another_ranks_failure_or_scale(
     read: Any, other: Any, error: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not on_host:  # as on a GPU
-        monkeypatch.setattr(flag, "host_memory", lambda tensor: None)
+        monkeypatch.setattr(flag, "HostFlag", flag.Flag)
     with pytest.raises(RuntimeError, match=error):
         read(agreed(0.0, other))
 

@@ -19,10 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from scaler_triton.core import plan
+from scaler_triton.core.check import Checks
 from scaler_triton.core.plan import Batch, GradPlan, choose_backends, group, layout_key
-from scaler_triton.core.registry import Steps
 from scaler_triton.core.step import OptimizerStep
 from scaler_triton.core.update import Counters
+
+CPU = torch.device("cpu")
 
 
 class Planned(GradPlan):
@@ -30,7 +32,7 @@ class Planned(GradPlan):
 
     def __init__(self, parameters: Any, requested: str) -> None:
         self.held = list(parameters)
-        super().__init__(parameters, requested)
+        super().__init__(parameters, requested, home=CPU)
 
 
 def made(*grads: Tensor | None) -> tuple[Planned, list[Any]]:
@@ -173,7 +175,7 @@ def events(call: Callable[[], Any]) -> int:
     ("grads", "most"),
     [
         ([torch.ones(3), torch.ones(4), torch.ones(5)], 7),
-        ([torch.ones(3), None], 9),
+        ([torch.ones(3), None], 11),
         ([torch.ones(3), torch.ones(3).double()], 10),
     ],
     ids=["one layout", "missing ones", "two layouts"],
@@ -254,17 +256,19 @@ def test_flags_are_needed_on_devices_that_can_be_read() -> None:
     assert Planned([], "torch").devices == Planned([], "torch").collect([]) == []
 
 
-def keeps(planned: GradPlan, held: list[Any]) -> bool:
-    """Return whether a step goes on with its plan once its optimizer holds these parameters."""
+def keeps(planned: GradPlan, held: list[Any], home: torch.device = CPU) -> bool:
+    """Return whether a step goes on with its plan once its optimizer holds these parameters, and the scale is there."""
     step = OptimizerStep()
     step.plan = planned
-    return Steps(Counters(), "torch").plan(step, SimpleNamespace(param_groups=[{"params": held}]))[0] is planned
+    checks, optimizer = Checks(Counters(), sharded=False), SimpleNamespace(param_groups=[{"params": held}])
+    return checks.plan(step, optimizer, home)[0] is planned
 
 
 def test_a_plan_is_for_the_parameters_it_was_made_for() -> None:
     planned, params = made(torch.ones(3), torch.ones(3))
     others = parameters([torch.ones(3)], "cpu")
     assert keeps(planned, list(params))
+    assert not keeps(planned, list(params), torch.device("meta"))
     for held in (params[:1], [*params, *others], [params[0], *others], params[::-1]):
         assert not keeps(planned, held)
     torch.utils.swap_tensors(params[0], torch.nn.Parameter(torch.ones(3, device="meta")))
@@ -401,11 +405,9 @@ def test_a_backend_is_chosen_once_for_each_layout_and_torchs_for_subclasses_and_
     for _ in range(2):
         choose_backends(batches, "triton")
     assert [batch.layout.backend for batch in batches] == ["triton", "torch", "torch"]
-    assert [batch.layout.clips for batch in batches] == [None] * 3
-    choose_backends(batches, "triton", clips=True)
-    assert [batch.layout.clips for batch in batches] == ["triton", "torch", "torch"]
-    assert asked == [(torch.float32, "triton", "unscaling"), (torch.float32, "triton", "clipping")]
+    assert asked == [(torch.float32, "triton", "unscaling")]
     broken.append("measuring")  # then a layout is left to torch's ops altogether
-    (batch, *_) = batches = group(dict(enumerate(tensors)))
-    choose_backends(batches, "triton", clips=True, measures=True)
-    assert (batch.layout.backend, batch.layout.clips) == ("torch", "torch")
+    batches = group(dict(enumerate(tensors)))
+    choose_backends(batches, "triton", "measuring")
+    assert [batch.layout.backend for batch in batches] == ["torch"] * 3
+    assert asked[1:] == [(torch.float32, "triton", "measuring")]

@@ -1,58 +1,23 @@
 """Who must agree: by process group or by the parameters' meshes; and where what they reduce or gather travels."""
 
 import warnings
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from placed import fsdp1, mesh_of, on, plain
+from torch import Tensor
 
 from scaler_triton.core import ranks
-from scaler_triton.core.check import Ours
+from scaler_triton.core.check import Checks
 from scaler_triton.core.ranks import Ranks, group_ranks, mesh_ranks
+from scaler_triton.core.update import Counters
 
 CPU = torch.device("cpu")
 BARE: Any = SimpleNamespace(allreduce=None, size=lambda: 3, rank=lambda: 2)
 ALONE: Any = SimpleNamespace(allreduce=None, size=lambda: 1, rank=lambda: 0)
-
-
-@pytest.fixture
-def world() -> Iterator[Callable[[int, int], None]]:
-    """Make this process one rank of several, of which the others are pretended."""
-
-    def begin(size: int, rank: int = 0) -> None:
-        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-
-    yield begin
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def on(mesh: Any) -> Any:
-    """Return a parameter that is replicated on a mesh."""
-    return nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Replicate()] * mesh.ndim, run_check=False))
-
-
-def mesh_of(*shape: int, ranks: Any = None) -> Any:
-    if ranks is not None:
-        return DeviceMesh("cpu", ranks)
-    return init_device_mesh("cpu", shape, mesh_dim_names=tuple("abc"[: len(shape)]))
-
-
-def plain() -> nn.Parameter:
-    return nn.Parameter(torch.ones(3))
-
-
-def fsdp1() -> Any:
-    parameter: Any = plain()
-    parameter._fsdp_flattened = True
-    return parameter
 
 
 # Groups
@@ -170,10 +135,10 @@ def test_where_this_torch_does_not_tell_a_root_the_whole_world_agrees(world: Any
 @pytest.mark.parametrize("size", [1, 2])
 def test_fsdp1_parameters_are_warned_of_once_where_there_are_other_ranks(size: int, world: Any) -> None:
     world(size)
-    ours = Ours(sharded=False)
+    checks = Checks(Counters(), sharded=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert [ranks.find(ours, [fsdp1()], None) for _ in range(2)] == [None, None]
+        assert [checks.find_peers([fsdp1()], None) for _ in range(2)] == [None, None]
     assert [each.filename for each in caught] == [__file__] * (size - 1)
 
 
@@ -181,45 +146,22 @@ def test_strictly_fsdp1_parameters_are_refused(world: Any, monkeypatch: Any) -> 
     world(2)
     monkeypatch.setattr(ranks, "strict", True)
     with pytest.raises(RuntimeError, match="^GradScaler cannot tell which ranks share FullyShardedDataParallel's"):
-        ranks.find(Ours(sharded=False), [fsdp1()], None)
+        Checks(Counters(), sharded=False).find_peers([fsdp1()], None)
     for sharded, group in ((True, None), (False, dist.group.WORLD)):
-        assert ranks.find(Ours(sharded), [fsdp1()], group) == Ranks((dist.group.WORLD,), (0, 1))
+        found = Checks(Counters(), sharded=sharded).find_peers([fsdp1()], group)
+        assert found == Ranks((dist.group.WORLD,), (0, 1))
 
 
 def test_optimizers_on_meshes_over_other_ranks_are_warned_of_once() -> None:
     groups: Any = ((1,), (2,), (3,))
     mine, same, other = map(Ranks, groups, ((0, 1), (0, 1), (0, 2)))
-    ours = Ours(sharded=False)
-    ranks.warn_if_apart(ours, None, [other])
-    ranks.warn_if_apart(ours, mine, [None, same])
+    known: set[str] = set()
+    ranks.warn_if_apart(known, None, [other])
+    ranks.warn_if_apart(known, mine, [None, same])
     with pytest.warns(UserWarning, match=r"over different ranks, here \[0, 2\] and \[0, 1\]: an overflow") as warned:
-        ranks.warn_if_apart(ours, mine, [same, other])
-    ranks.warn_if_apart(ours, mine, [other])
+        ranks.warn_if_apart(known, mine, [same, other])
+    ranks.warn_if_apart(known, mine, [other])
     assert [each.filename for each in warned] == [__file__]
-
-
-# Replicas
-
-
-def test_each_shard_is_counted_once(world: Any) -> None:
-    world(2)
-    shard = DTensor.from_local(torch.ones(2), mesh_of(2), [Shard(0)], run_check=False)
-    by_ddp: Any = plain()
-    by_ddp._st_info = shard
-    held = [plain(), nn.Parameter(shard), on(mesh_of(2)), by_ddp]
-    for count, want in ((2, [2, 1, 2, 1]), (4, [4, 2, 4, 2]), (1, [1, 1, 1, 1])):
-        assert ranks.replicas_of(held, Ranks((), tuple(range(count))), None) == want
-    assert ranks.replicas_of(held, None, None) == [1] * 4
-
-
-def test_fsdp1s_modules_are_asked(world: Any, monkeypatch: Any) -> None:
-    world(2)
-    flat, model = fsdp1(), nn.ReLU()
-    for pieces, count, want in ((1, 2, 2), (2, 4, 2), (2, 2, 1)):
-        monkeypatch.setattr(ranks, "_fsdp1_shards", {model: {id(flat): pieces}}.get)
-        assert ranks.replicas_of([plain(), flat], Ranks((), tuple(range(count))), model) == [count, want]
-    with pytest.raises(ValueError, match="^process_group is needed: parameter 1 .*, cut into 2 pieces, .* that of 1;"):
-        ranks.replicas_of([plain(), flat], None, model)
 
 
 # What travels

@@ -112,16 +112,16 @@ EVENTS: dict[str, Event] = {
     "scale": scale,
     "update": lambda scaler, _: scaler.update(),
     "_check_inf_per_device": call("_check_inf_per_device"),
-    "unscale_ fails": call("unscale_", fails="look"),
+    "unscale_ fails": call("unscale_", fails="take_looks"),
     "unscale_ fails after writes": call("unscale_", fails="unscale_", after=True),
-    "unscale_ interrupted": call("unscale_", fails="look", error=KeyboardInterrupt),
+    "unscale_ interrupted": call("unscale_", fails="take_looks", error=KeyboardInterrupt),
     "... after writes": call("unscale_", fails="unscale_", after=True, error=KeyboardInterrupt),
     "clip fails": call("clip_grad_norm_", 1e6, fails="norm_batch"),
     "clip fails after writes": call("clip_grad_norm_", 1e6, fails="clip_batch_", after=True),
-    "_check_inf_per_device fails": call("_check_inf_per_device", fails="look"),
-    "step fails to check": call("step", fails="look"),
+    "_check_inf_per_device fails": call("_check_inf_per_device", fails="take_looks"),
+    "step fails to check": call("step", fails="take_looks"),
     "step fails after writes": call("step", fails="unscale_", after=True),
-    "check fails": call("_check_inf_per_device", fails="look"),
+    "check fails": call("_check_inf_per_device", fails="take_looks"),
     "reduction fails": call("unscale_", fails="reduce_"),
     "it is interrupted": call("unscale_", fails="reduce_", error=KeyboardInterrupt),
     "optimizer.step fails": step_that_fails(),
@@ -279,7 +279,7 @@ def test_gradients_that_were_unscaled_after_a_step_that_failed_stay_so_whatever_
     """The step has checked nothing, and what is scaled later may be the loss of another optimizer."""
     scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
     with pytest.raises(MemoryError):
-        call("step", fails="look")(scaler, optimizer)
+        call("step", fails="take_looks")(scaler, optimizer)
     scaler.unscale_(optimizer)
     scale(scaler)
     scaler.step(optimizer)

@@ -1,31 +1,26 @@
 """The update rule in Python, in torch's ops and in the kernel; the counters, and what is made of them."""
 
 import math
-import pickle
 from collections import OrderedDict
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from helpers import PLACES, Place, places, sgd, started
+from helpers import PLACES, Place, sgd, started
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from update_rule import CPU, NAMED, TRITON, any_limits, any_numbers, plain_rule
 
 from scaler_triton import GradScaler, ScalerStats, SkipStreakError
 from scaler_triton.core import update as rule
-from scaler_triton.core.dispatch import kernels
-from scaler_triton.core.torch_ops import host_memory
-from scaler_triton.core.update import Counters, DevicePolicy, LaggingCounters, Numbers
+from scaler_triton.core.update import Counters, LaggingCounters, Numbers
 from scaler_triton.kernels import abi
-from scaler_triton.measuring.headroom import HeadroomRule
-from scaler_triton.policy import KEY, NO_LIMITS, Limits, no_counters
+from scaler_triton.policy import NO_LIMITS, Limits, no_counters
 
-CPU = torch.device("cpu")
 LAG = LaggingCounters.LAG
-TRITON = [place for place in places() if place.backend == "triton"]
 
 
 def at(place: Place, **options: Any) -> Any:
@@ -43,67 +38,6 @@ def scales(scaler: Any, *, bad: str) -> list[float]:
 
 
 # The rule: plainly, and on every path
-
-
-def fp32(number: float) -> float:
-    return torch.tensor(number, dtype=torch.float64).float().item()
-
-
-def plain_rule(scale: float, tracker: int, bad: bool, numbers: Numbers, limits: Limits, counters: list[int]) -> Any:
-    """Return scale and tracker after an update, as the head of update.py tells; in fp32 by NumPy's rounding."""
-    growth, backoff, interval = numbers
-    updates, skipped, streak, growths, backoffs, last_skip, strikes, spikes = counters
-    updates, new = updates + 1, scale
-    if bad:
-        skipped, streak, strikes, last_skip, tracker = skipped + 1, streak + 1, strikes + 1, updates, 0
-        new = fp32(scale * backoff) if strikes >= limits.hysteresis else scale
-    else:
-        streak, tracker = 0, tracker + 1
-        if tracker >= interval:
-            grown = fp32(scale * growth)
-            new, tracker, strikes = grown if math.isfinite(grown) else scale, 0, 0
-    new = limits.min_scale if math.isnan(new) else min(max(new, limits.min_scale), limits.max_scale)
-    growths, backoffs = growths + (new > scale), backoffs + (new < scale)
-    counters[:] = updates, skipped, streak, growths, backoffs, last_skip, strikes, spikes
-    return new, min(tracker, abi.MAX_TRACKER)
-
-
-def by_host(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Counters) -> None:
-    memory, found_inf = host_memory(tracker.view(-1)), bool(flag.item() != 0)
-    rule.update_on_host_(scale, memory, found_inf, *rules, host_memory(held.on(CPU)))
-
-
-def a_row(largest: Tensor) -> Tensor:
-    row = torch.zeros(1, abi.MEASURED_ROW, dtype=torch.float64, device=largest.device)
-    row[0, abi.LARGEST], row[0, abi.MEASURED_AT] = largest * 4.0, 4.0
-    return row
-
-
-def by_ops(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Counters, *measured: Any) -> None:
-    policy = (measured[0], a_row(measured[1])) if measured else ()
-    rule.update_by_ops_(scale, tracker, flag, *rules, held.on(scale.device), *policy)
-
-
-def by_kernel(scale: Tensor, tracker: Tensor, flag: Tensor, rules: Any, held: Counters, *measured: Any) -> None:
-    policy = DevicePolicy(scale.device).hold(*rules)
-    options = measured[0].options(a_row(measured[1])) if measured else {}
-    bind = kernels().update_scale.bind_update
-    bind(flag, flag, policy, held.on(scale.device), clear=False, **options)(scale, tracker, 1)
-
-
-PATHS = [("cpu", by_host), ("cpu", by_ops), *((place.device, by_kernel) for place in TRITON)]
-NAMED = pytest.mark.parametrize(("device", "path"), PATHS, ids=[path.__name__ for _, path in PATHS])
-MEASURED = pytest.mark.parametrize(("device", "path"), PATHS[1:], ids=[path.__name__ for _, path in PATHS[1:]])
-
-
-any_numbers = st.tuples(st.floats(1.0, 4.0), st.floats(0.01, 1.0), st.integers(1, 4))
-
-
-@st.composite
-def any_limits(draw: st.DrawFn) -> Limits:
-    bounds = st.sampled_from([abi.MIN_SCALE, 1.0, 4096.0, 65536.0, abi.MAX_SCALE])
-    low, high = sorted((draw(bounds), draw(bounds)))
-    return Limits(low, high, draw(st.integers(1, 4)))
 
 
 @NAMED
@@ -260,7 +194,7 @@ def test_a_replaced_scale_or_tracker_that_cannot_be_one_is_named(
     scaler.step(sgd([torch.ones(1)], place.device))
     setattr(scaler, name, value.to(place.device) if isinstance(value, Tensor) and not value.is_meta else value)
     with pytest.raises(error, match=text):
-        rule.update_by_flags(scaler, scaler._scale, scaler._growth_tracker, [], captured=False)
+        scaler._ours.updates.by_flags(scaler._scale, scaler._growth_tracker, [], (2.0, 0.5, 1))
 
 
 @PLACES
@@ -304,125 +238,6 @@ def test_a_replay_goes_by_the_numbers_that_were_set_or_loaded(place: Place, how:
     assert replayed == scales(other, bad=".xx")
     assert scaler._ours.counters.values is counters  # where the graph counts
     assert scaler.stats().updates == 3
-
-
-# The headroom policy: below a cap that the rule moves, and in plain Python beside it
-
-
-class Plainly:
-    """The head of update.py, told in plain Python: the rule moves a cap, and measurements the scale below it."""
-
-    def __init__(self, bits: int, window: int, scale: float, limits: Limits) -> None:
-        self.bits, self.window, self.limits = bits, window, limits
-        self.scale, self.cap, self.tracker, self.exponents = scale, abi.MAX_SCALE, 0, []  # type: ignore[var-annotated]
-
-    def update(self, bad: bool, largest: float, numbers: Numbers, counters: list[int]) -> tuple[float, int]:
-        before = self.scale
-        ruled = before if bad else self.cap
-        grew, shrank = counters[abi.GROWTHS], counters[abi.BACKOFFS]
-        self.cap, self.tracker = plain_rule(ruled, self.tracker, bad, numbers, self.limits, counters)
-        if bad:
-            self.scale = self.cap
-        else:
-            if largest > 0:
-                self.exponents.append(math.frexp(largest)[1] - 1)  # `log2` may round up
-            if self.exponents:
-                target = 2.0 ** (15 - self.bits - max(self.exponents[-self.window :]))
-                self.scale = max(min(target, self.cap), self.limits.min_scale)
-        counters[abi.GROWTHS], counters[abi.BACKOFFS] = grew + (self.scale > before), shrank + (self.scale < before)
-        return self.scale, self.tracker
-
-
-@MEASURED
-@given(
-    st.sampled_from([1.0, 1000.0, 65536.0, abi.MAX_SCALE]),
-    st.lists(
-        st.tuples(st.sampled_from([0.0, 0.0, 0.0, 1.0]), st.just(0.0) | st.floats(1e-30, 1e30)), min_size=1, max_size=12
-    ),
-    any_numbers,
-    any_limits(),
-    st.integers(0, 30),
-    st.integers(1, 5),
-)
-@example(65536.0, [(0.0, 0.0), (1.0, 1.0), (0.0, 0.0), (0.0, 2.0**-20)], (2.0, 0.5, 2), NO_LIMITS, 2, 3)
-@example(1.0, [(0.0, 2.0**-7), (0.0, 2.0**-9), (0.0, 2.0**-9)], (2.0, 0.5, 2), NO_LIMITS, 2, 2)  # one leaves the window
-@example(1.0, [(0.0, 1e-300)], (2.0, 0.5, 2), NO_LIMITS, 2, 2)
-@settings(max_examples=60, deadline=None)
-def test_every_path_is_the_headroom_policy(
-    device: str, path: Any, scale: float, trace: Any, numbers: Numbers, limits: Limits, bits: int, window: int
-) -> None:
-    scale = limits.clamp(scale)
-    plainly, headroom = Plainly(bits, window, scale, limits), HeadroomRule(bits, window)
-    want, held = no_counters(), Counters()
-    state = torch.full((), scale, device=device), torch.zeros((), dtype=torch.int32, device=device)
-    for bad, largest in trace:
-        unscaled = torch.tensor(largest, dtype=torch.float64, device=device)
-        path(*state, torch.tensor(bad, device=device), (numbers, limits), held, headroom, unscaled)
-        after = plainly.update(bad != 0, largest, numbers, want)
-        assert (state[0].item(), state[1].item(), held.read()) == (*after, want)
-        assert headroom.remembered() == (plainly.exponents[-window:], plainly.cap)
-
-
-def measured_run(backend: str, device: str, **options: Any) -> tuple[GradScaler, list[float]]:
-    """Return a scaler after ten updates, and its scales; gradients are 2^-10, then 2^-3, and overflow twice."""
-    scaler = started(GradScaler, device, scale_policy="headroom", backend=backend, **options)
-    scales = []
-    for number in range(10):
-        size = 2.0 ** (-10 if number < 5 else -3) * scaler.get_scale()
-        scaler.step(sgd([torch.tensor([0.0, math.inf if number in (3, 7) else size])], device))
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scaler, scales
-
-
-@PLACES
-def test_the_scale_goes_where_the_gradients_leave_two_bits(place: Place) -> None:
-    scaler, scales = measured_run(place.backend, place.device, headroom_window=3, growth_interval=2)
-    high, low = 2.0**23, 2.0**16
-    # After an overflow at `high` the cap is half of it, and stays until two good updates in a row.
-    assert scales == [high, high, high, high / 2, high / 2, low, low, low / 2, low / 2, low]
-    assert scaler.stats().skipped == 2
-    scaler, scales = measured_run(place.backend, place.device, init_scale="measured", headroom_bits=0)
-    assert scales[:2] == [2.0**25, 2.0**25]
-
-
-@PLACES
-def test_a_scale_that_is_set_lifts_the_cap(place: Place) -> None:
-    scaler = started(GradScaler, place.device, scale_policy="headroom", init_scale="measured", backend=place.backend)
-    scales = []
-    for number in (math.nan, 1.0, 1.0, 1.0):
-        scaler.step(sgd([torch.tensor([number * scaler.get_scale()])], place.device))
-        scaler.update()
-        scales.append(scaler.get_scale())
-        if len(scales) in (2, 3):
-            scaler.update((2.0**16, 1.0)[len(scales) - 2])
-    assert scales == [0.5, 0.5, 2.0**13, 2.0**13]
-
-
-@PLACES
-def test_it_goes_on_from_a_checkpoint_and_a_pickle(place: Place) -> None:
-    scaler, _ = measured_run(place.backend, place.device, headroom_window=3)
-    state = scaler.state_dict()
-    assert state[KEY]["headroom"] == {"exponents": [-3, -3, -3], "cap": 2.0**15}
-    other = GradScaler(place.device, scale_policy="headroom", headroom_window=2, backend=place.backend)
-    other.load_state_dict(state)
-    assert other.state_dict()[KEY]["headroom"] == {"exponents": [-3, -3], "cap": 2.0**15}
-    assert pickle.loads(pickle.dumps(scaler)).state_dict() == state
-    torchs = torch.amp.GradScaler(place.device)
-    torchs.load_state_dict(state)
-    assert torchs.get_scale() == scaler.get_scale()
-    other.load_state_dict(torchs.state_dict())
-    assert other._ours.headroom.remembered() == ([], abi.MAX_SCALE)  # type: ignore[union-attr]
-    assert "headroom" not in GradScaler(place.device, min_scale=1.0).state_dict()[KEY]
-
-
-@pytest.mark.parametrize("fields", [{"exponents": "12"}, {"exponents": [0.5]}, {"exponents": [5000]}, {"cap": 0.0}, 3])
-def test_a_wrong_checkpoint_of_the_policy_changes_nothing(fields: Any) -> None:
-    scaler, _ = measured_run("torch", "cpu")
-    before = scaler.state_dict()
-    with pytest.raises((ValueError, TypeError), match="exponents|cap|headroom"):
-        scaler.load_state_dict({**before, KEY: {**before[KEY], "headroom": fields}})
-    assert scaler.state_dict() == before
 
 
 # The counters
