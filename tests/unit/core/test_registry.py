@@ -1,4 +1,4 @@
-"""The registry of steps: whose they are, through wrappers until they are freed, and what other code writes there."""
+"""The registry of steps: whose they are, through wrappers, until they are freed; what other code writes there."""
 
 import copy
 import math
