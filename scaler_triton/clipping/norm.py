@@ -43,6 +43,7 @@ class Norm(Look):
         self.device, self._model, self._guess = device, model, guess
         self._every: list[Tensor] = []  # of each batch
         self._scale: Any = None
+        self._peers: Ranks | None = None
 
     def begin(
         self, plan: GradPlan, parameters: Sequence[Tensor], peers: Ranks | None, flag: Flag, scale: Tensor
@@ -51,7 +52,7 @@ class Norm(Look):
         self._plan, self._parameters, self._requested = plan, parameters, plan.requested
         self._replicas = replicas_in(plan, parameters, peers, self._model, guess=self._guess)
         self._counts: Sequence[int] | None = None  # of the gradients, which backward may shard differently
-        self._scale, self._has_peers = scale, peers is not None
+        self._scale, self._peers = scale, peers
 
     def run(self, batch: Batch, scale: Tensor, flag: Flag) -> None:
         """Add a batch's sum of squares."""
@@ -66,10 +67,11 @@ class Norm(Look):
     def totals(self) -> Tensor:  # type: ignore[override]
         """This rank's totals, `wide_dtype` [TOTALS], on the scale's device; the same tensor at each call."""
         if len(self._every) != 1:
-            wide = wide_dtype(self.device)
-            nothing = not self._every
-            summed = torch.zeros(TOTALS, dtype=wide, device=self.device) if nothing else torch.stack(self._every).sum(0)
-            if self._has_peers:
+            if self._every:
+                summed = torch.stack(self._every).sum(0)
+            else:
+                summed = torch.zeros(TOTALS, dtype=wide_dtype(self.device), device=self.device)
+            if self._peers is not None:  # nobody else compares them
                 write_scales(summed[SCALES:], self._scale)
             self._every = [summed]
         return self._every[0]  # a batch's hold the scale

@@ -278,7 +278,7 @@ class Specification(torch.amp.GradScaler):
             raise
         for key, kinds in before.items():
             self._now().certain[key] |= kinds
-        if not 0 < inv_scale.item() < math.inf:
+        if not 0 < inv_scale.item() <= 1:
             self._now().doubtful.update(self._look(optimizer))
         return flags
 
@@ -543,7 +543,9 @@ class Specification(torch.amp.GradScaler):
         streak = self._streaks.pop(0) if len(self._streaks) > LAG else 0
         if streak > limit:
             skips = f"{streak} consecutive skip{'s' * (streak > 1)}"
-            raise Refused(SkipStreakError, f"{skips}, more than max_consecutive_skips={limit}; ")
+            raise Refused(
+                SkipStreakError, f"{skips}, more than max_consecutive_skips={limit} (raised {LAG} updates late"
+            )
 
     def _any_check(self) -> bool:
         return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
