@@ -1,13 +1,13 @@
 """The constants that the host shares with the kernels, each defined once. Imports neither torch nor triton.
 
 A status row is one optimizer's flag and what its ranks compare; totals are what a norm's pass leaves for the clip.
-Both are reduced over the ranks before anyone reads them.
+Where there are several ranks, both are reduced over them before anyone reads them.
 """
 
 # A status row, fp32: the flag (found_inf), whether a check failed, and two numbers that compare the ranks' scales.
 # After a MAX reduction these are max(scale) and max(-scale); after a SUM the sum of the scales and their excess, which
 # is 0 if all are equal.
-FLAG, FAILED, SCALE, EXCESS = range(4)
+FLAG, FAILURE, SCALE, EXCESS = range(4)
 STATUS = 4
 # Rows in a buffer of flags: the most flags that one update reads, one for each lane of a warp.
 ROWS = 32

@@ -12,7 +12,7 @@ from torch import Tensor
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.launch import Launch
 
-_FLAG, _FAILED, _STATUS, _ROWS = map(tl.constexpr, (abi.FLAG, abi.FAILED, abi.STATUS, abi.ROWS))
+_FLAG, _FAILED, _STATUS, _ROWS = map(tl.constexpr, (abi.FLAG, abi.FAILURE, abi.STATUS, abi.ROWS))
 _GROWTH_FACTOR, _BACKOFF_FACTOR, _GROWTH_INTERVAL, _MIN, _MAX, _HYSTERESIS = map(tl.constexpr, range(abi.POLICY))
 _UPDATES, _SKIPPED, _STREAK, _GROWTHS, _BACKOFFS, _LAST_SKIP, _STRIKES = map(tl.constexpr, range(abi.SPIKES))
 _LARGEST, _MEASURED_AT, _MEASURED_ROW = map(tl.constexpr, (abi.LARGEST, abi.MEASURED_AT, abi.MEASURED_ROW))
@@ -146,7 +146,7 @@ def bind_update(
         if bad: skipped += 1; last_skip = updates
         streak = streak + 1 if bad else 0
         growths, backoffs = growths + (scale is larger), backoffs + (scale is smaller)
-        if clear: last_flags[rows], flags[rows, FLAG], flags[rows, FAILED] = flags[rows, FLAG], 0, 0
+        if clear: last_flags[rows], flags[rows, FLAG], flags[rows, FAILURE] = flags[rows, FLAG], 0, 0
 
     Its arguments are the scale, fp32, one element, any shape; the growth tracker, int32, one element, which stops at
     2**31 - 1; both on one device, mutated; and a bit mask of the rows of `flags` that count.

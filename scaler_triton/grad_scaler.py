@@ -6,8 +6,18 @@
               (a fused optimizer gets scale and flag, and does both itself on the device)
     update    scale *= backoff_factor if any flag, scale *= growth_factor after growth_interval updates without one
 
-A gradient goes through `step -> check -> plan -> passes -> kernel -> flag agreed -> flag on the host`: `check.py` has
-the check and its failures, `step.py` the phases of a step, `update.py` the rule of the scale.
+A plain optimizer's steady step on one device, in `core/` where no file is named:
+
+    step
+      Steps.open                     registry.py   the optimizer's OptimizerStep, whose phases are in step.py
+      Checks.check                   check.py
+        GradPlan.collect             plan.py       its gradients as batches
+        Divide.run                   look.py       each batch: kernels/unscale.py, or torch's op
+        agree                        message.py    only where other ranks must agree
+      OptimizerStep.is_bad           step.py       waits for the flag
+      optimizer.step                               unless it is set
+    update
+      Updates.by_flags               update.py     kernels/update_scale.py, which also clears the flags, or torch's op
 """
 
 from __future__ import annotations
@@ -20,7 +30,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +41,7 @@ from scaler_triton.clipping import clip
 from scaler_triton.core import failures, fused, ranks
 from scaler_triton.core.dispatch import (
     check_backend,
+    is_captured,
     is_capturing,
     refuse_capture,
     skip_tracing,
@@ -171,9 +182,11 @@ class GradScaler(torch.amp.GradScaler):
             measure_in(self._ours.checks)
         if numbers_of_headroom is not None:
             self._ours.headroom = self._ours.updates.rule = HeadroomRule(*numbers_of_headroom)
-        own = vars(self)  # not through a subclass's `__setattr__`; torch leaves a disabled scaler's numbers unset
-        own.update(process_group=process_group, _init_scale=init_scale, _init_growth_tracker=0)
-        own.update({f"_{name}": value for name, value in numbers.items()})
+        attributes = vars(
+            self
+        )  # not through a subclass's `__setattr__`; torch leaves a disabled scaler's numbers unset
+        attributes.update(process_group=process_group, _init_scale=init_scale, _init_growth_tracker=0)
+        attributes.update({f"_{name}": value for name, value in numbers.items()})
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Return the outputs times the scale; the outputs themselves on a disabled scaler.
@@ -194,8 +207,8 @@ class GradScaler(torch.amp.GradScaler):
             if scale.is_cuda and is_capturing():
                 steps.replayed = True  # each replay writes gradients without a call of this method
             if isinstance(outputs, Tensor) and outputs.device == scale.device:
-                return cast(Outputs, outputs * scale)
-        return cast(Outputs, super().scale(outputs))  # type: ignore[call-overload]
+                return outputs * scale  # type: ignore[no-any-return]
+        return super().scale(outputs)  # type: ignore[call-overload, no-any-return]
 
     def unscale_(self, optimizer: Any) -> None:
         """Divide the optimizer's gradients by the scale, and agree with the other ranks on whether one overflowed.
@@ -338,8 +351,10 @@ class GradScaler(torch.amp.GradScaler):
         ours, scale, tracker = self._ours, self._scale, self._growth_tracker
         if scale is None or tracker is None:
             self._check_scale_growth_tracker("update")  # raises torch's AssertionError
-        # A garbage collection may free an optimizer meanwhile.
-        checked = [state for state in [*ours.steps.values()] if state["found_inf_per_device"]]
+        checked = []
+        for state in [*ours.steps.values()]:  # a garbage collection may free an optimizer meanwhile
+            if state["found_inf_per_device"]:
+                checked.append(state)
         captured = scale.is_cuda and is_capturing()
         carried = ours.checks.carried_over(captured) if ours.steps.unfinished else []
         if new_scale is not None:
@@ -581,7 +596,7 @@ class GradScaler(torch.amp.GradScaler):
     def _per_optimizer_states(self, states: Mapping[Any, Any]) -> None:
         self._ours.steps = self._ours.checks.steps = self._ours.steps.replaced_by(states)
 
-    def _get_scale_async(self) -> Tensor | None:
+    def _get_scale_async(self) -> Any:  # a tensor, None before the first `scale`
         return getattr(self, "_scale", None)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
@@ -743,12 +758,13 @@ def _override(scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide
 
 
 def _refuse_capture(scaler: GradScaler) -> None:
-    if scaler._scale.is_cuda and is_capturing():
+    if is_captured(scaler._scale):
         raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
 
 
 def _check_for_plain(scaler: GradScaler, step: OptimizerStep, optimizer: Any, replaced: frozenset[str]) -> None:
-    _refuse_capture(scaler)
+    if scaler._scale.is_cuda:
+        _refuse_capture(scaler)
     if "unscale_" in replaced:
         scaler.unscale_(optimizer)
     else:
@@ -797,7 +813,7 @@ def _step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: A
         streak.look(scaler)
     if fused.takes_scaler(step, optimizer):
         return fused.step_by_argument(scaler, step, optimizer, args, kwargs)
-    ours, scale = scaler._ours, cast(Tensor, scaler._get_scale_async())
+    ours, scale = scaler._ours, scaler._get_scale_async()
     updater = ours.updates.updater
     stream = stream_of(scale, ours.checks.requested) if updater is None else updater.stream
     return fused.step_fused(step, optimizer, scale, ours.steps.exposed, stream, args, kwargs)

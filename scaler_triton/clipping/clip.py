@@ -39,7 +39,7 @@ from scaler_triton.core.ranks import Ranks, group_ranks, mesh_ranks, several_ran
 from scaler_triton.core.registry import unwrap
 from scaler_triton.core.step import CARRIED, FOREIGN, READY, OptimizerStep, parameters_of
 from scaler_triton.core.torch_ops import wide_dtype, wide_on
-from scaler_triton.kernels.abi import FAILED, OVERFLOWS
+from scaler_triton.kernels.abi import FAILURE, OVERFLOWS
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -268,7 +268,7 @@ def _take_flag(scaler: GradScaler, part: _Part, bad: Tensor, peers: Ranks | None
     flag, flags = step.own_flag() if checks.steps.exposed else step.flag, step["found_inf_per_device"]
     if flag is not None and checks.has_flag(flag, peers, group):
         flag.share(bad)
-        flag.status[FAILED].clamp_(min=bad >= _FAILURE)
+        flag.status[FAILURE].clamp_(min=bad >= _FAILURE)
         step["found_inf_per_device"] = checks.flags_for(flag, part.plan, peers, group, summed=True)
     else:
         step["found_inf_per_device"] = {device: (bad != 0).float().to(device, copy=True) for device in flags}

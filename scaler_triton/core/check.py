@@ -2,8 +2,8 @@
 
     batches = plan.collect()            every gradient is validated before the first is written
     look.run(batch, scale, flag)        flag = any gradient is NaN or Inf; Divide: g *= 1 / scale
-    agree(flag, looks, scale, peers)    one reduction
-    step.accept()                      keeps the flag; UNSCALED if it divided
+    agree(flag, looks, scale, peers)    one reduction, where other ranks must agree
+    step.accept(flag)                   keeps the flag; UNSCALED if it divided
 
 A rank whose check fails joins the reduction with the failure set, then raises: see `failures.py`.
 """

@@ -1,7 +1,8 @@
 """The flag (found_inf) of an optimizer's step: its row on the device, agreed by the ranks, copied to the host.
 
 A flag is fp32, shape `()`, 0.0 or 1.0. It is the first number of a row of status (`kernels.abi`); the others are about
-the ranks, see `message.py`.
+the ranks, see `message.py`. Its life: a check takes a row that is zero, a pass sets the flag, the step reads it, on the
+host or on the device, and the update saves it for `was_skipped` and makes the row zero again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from scaler_triton.core.memory import HostCopy
 from scaler_triton.core.message import require_together
 from scaler_triton.core.torch_ops import host_memory, wide_dtype
 from scaler_triton.kernels import abi
-from scaler_triton.kernels.abi import FAILED, FLAG
+from scaler_triton.kernels.abi import FAILURE, FLAG
 
 Flags = dict[torch.device, Tensor]
 
@@ -176,7 +177,7 @@ class HostFlag(Flag):
 
     def clear(self, captured: bool = False) -> None:
         """Clear the status for a new check."""
-        self._memory[FLAG] = self._memory[FAILED] = 0.0
+        self._memory[FLAG] = self._memory[FAILURE] = 0.0
         self._forget()
 
     def gather(self) -> bool:

@@ -109,7 +109,7 @@ def read_sums(flag: Flag, totals: Tensor) -> None:
 
 def require_together(status: Any, summed_over: int, device: torch.device) -> None:
     """Raise if an agreed status shows a failed rank or different scales; `summed_over` as of a flag."""
-    if status[abi.FAILED]:
+    if status[abi.FAILURE]:
         raise PeerFailedError("Another rank failed to check its gradients, so this step is skipped on all ranks.")
     scale, other = status[abi.SCALE], status[abi.EXCESS]
     if summed_over:

@@ -1,7 +1,8 @@
 """An optimizer's gradients as batches, whose layouts are kept from step to step.
 
-A batch is what one pass reads and writes: local tensors of one device and dtype. In a steady step one call of torch's
-guard finds that every gradient has the form (type, dtype, device, shape, strides) it had when it was inspected.
+A batch is what one pass reads and writes: local tensors of one device and dtype. In a steady step torch's guard
+finds, eight tensors a call in a long list, that each has the form (type, dtype, device, shape, strides) it had when it
+was inspected.
 """
 
 from __future__ import annotations
@@ -137,7 +138,11 @@ class GradPlan:
         else:
             local = grads = tuple(map(_grad_of, parameters))  # a slice of all is itself, no copy
         if self._match_all is not None and local and (allow_fp16 or not self._has_fp16) and self._match_all(*local):
-            return [_new_batch((layout, tensors := row(local), tensors, False)) for layout, row in self._rows]
+            steady = []
+            for layout, row in self._rows:
+                tensors = row(local)
+                steady.append(_new_batch((layout, tensors, tensors, False)))
+            return steady
         return self._collect_others(parameters, grads, local, allow_fp16, summed)
 
     def _collect_others(

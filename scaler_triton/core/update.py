@@ -225,7 +225,10 @@ class Updates:
             _check_numbers(scale, tracker)
             updater = self.updater = _Updater(scale, tracker, self)
         if updater.on_host:
-            found_inf = any(flag.item() != 0.0 for step in checked for flag in step["found_inf_per_device"].values())
+            found_inf = False
+            for step in checked:
+                for flag in step["found_inf_per_device"].values():
+                    found_inf |= flag.item() != 0.0  # NaN is set, too
             update_on_host_(scale, updater.tracker, found_inf, numbers, self.limits, updater.counted)
             return
         self._on_device(updater, scale, tracker, checked, numbers, captured, keep)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scaler_triton.core import flag
 from scaler_triton.core.flag import Flag, FlagRows
 from scaler_triton.core.step import OptimizerStep
-from scaler_triton.kernels.abi import FAILED, FLAG, ROWS
+from scaler_triton.kernels.abi import FAILURE, FLAG, ROWS
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -99,7 +99,7 @@ def test_clear_forgets_the_last_check(on_gpu: bool) -> None:
     made.start_copy()
     made.is_saved, made.is_zero = True, False
     made.clear()
-    assert made.status[[FLAG, FAILED]].tolist() == [0.0, 0.0]
+    assert made.status[[FLAG, FAILURE]].tolist() == [0.0, 0.0]
     assert not made.on_host()  # no comparison, no old copy
     assert (made.is_saved, made.is_final) == (False, False)
 
