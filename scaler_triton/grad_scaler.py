@@ -49,7 +49,6 @@ from scaler_triton.core.dispatch import (
     stream_of,
 )
 from scaler_triton.core.flag import Flag, Flags, any_flag, make_flag
-from scaler_triton.core.memory import fp32_on
 from scaler_triton.core.overrides import overrides, own
 from scaler_triton.core.passes import check_batch, unscale_batch_
 from scaler_triton.core.registry import Steps
@@ -635,7 +634,7 @@ class GradScaler(torch.amp.GradScaler):
             if batch.is_partial:
                 check_batch(batch, flag.found_inf_on(device))
             else:
-                unscale_batch_(batch, fp32_on(device, inv_scale), flag.found_inf_on(device), inverse=True)
+                unscale_batch_(batch, inv_scale, flag.found_inf_on(device), inverse=True)
         if flag.gather():
             checks.tell_found(step, batches)
         here = (

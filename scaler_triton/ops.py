@@ -52,7 +52,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
     else:
 
         def unscale_one(batch: Batch, flag: Tensor) -> None:
-            passes.unscale_batch_(batch, inv_scale.to(batch.layout.device), flag, inverse=True)
+            passes.unscale_batch_(batch, inv_scale, flag, inverse=True)
 
         _run(key, known, unscale_one, grads, inv_scale=inv_scale, found_inf=found_inf)
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from scaler_triton.core import torch_ops
-from scaler_triton.core.memory import fp32_on
 from scaler_triton.core.passes import check_batch, unscale_batch_
 
 if TYPE_CHECKING:
@@ -56,20 +53,12 @@ class Divide(Look):
 
     def run(self, batch: Batch, scale: Tensor, flag: Flag) -> None:
         """Check a batch and divide it."""
-        layout = batch.layout
-        found_inf = flag.found_inf_on(layout.device)
+        found_inf = flag.found_inf_on(batch.layout.device)
         if batch.is_partial:
             check_batch(batch, found_inf)
-            return
-        flag.written = True
-        by_torch = layout.backend == "torch"
-        factor = torch_ops.inverse(scale) if by_torch else scale
-        if layout.device != scale.device or factor.dtype is not torch.float32:
-            factor = fp32_on(layout.device, factor)
-        if by_torch:
-            torch_ops.unscale_(batch.present, factor, found_inf)
         else:
-            unscale_batch_(batch, factor, found_inf, inverse=False)
+            flag.written = True
+            unscale_batch_(batch, scale, found_inf)
 
 
 class Read(Look):

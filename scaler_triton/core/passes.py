@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from scaler_triton.core import torch_ops
 from scaler_triton.core.dispatch import kernels
+from scaler_triton.core.memory import fp32_on
 from scaler_triton.core.plan import Batch, Layout
 from scaler_triton.kernels.config import config_for
 
@@ -19,21 +21,26 @@ if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
 
 
-def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: bool) -> None:
+def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: bool = False) -> None:
     """Multiply a batch by 1 / scale, and set `found_inf` to 1 if a gradient was not finite before.
 
     Args:
         batch: written; its backend is chosen.
-        scale, found_inf: fp32, one element, the batch's device; with `inverse` the scale is 1 / scale.
+        scale: one element, any device; with `inverse` it is 1 / scale.
+        found_inf: fp32, one element, the batch's device.
     """
-    if batch.layout.backend == "torch":
-        torch_ops.unscale_(batch.present, scale if inverse else torch_ops.inverse(scale), found_inf)
+    layout, by_torch = batch.layout, batch.layout.backend == "torch"
+    factor = torch_ops.inverse(scale) if by_torch and not inverse else scale
+    if factor.device != layout.device or factor.dtype is not torch.float32:
+        factor = fp32_on(layout.device, factor)
+    if by_torch:
+        torch_ops.unscale_(batch.present, factor, found_inf)
     else:
-        kernels().unscale.launch_unscale(table_of(batch, "unscale"), scale, found_inf, inverse=inverse)
+        kernels().unscale.launch_unscale(table_of(batch, "unscale"), factor, found_inf, inverse=inverse)
 
 
 def check_batch(batch: Batch, found_inf: Tensor) -> None:
-    """Set `found_inf` to 1 if a gradient is not finite; the batch is read only. Arguments as of `unscale_batch_`."""
+    """Set `found_inf` to 1 if a gradient is not finite; arguments as of `unscale_batch_`, the batch is read only."""
     if batch.layout.backend == "torch":
         torch_ops.check(batch.present, found_inf)
     else:
