@@ -31,7 +31,7 @@ from scaler_triton.core.dispatch import stacklevel
 from scaler_triton.core.flag import any_flag
 from scaler_triton.core.look import Look
 from scaler_triton.core.memory import fp32_on
-from scaler_triton.core.message import agree, read_sums, tell_failure
+from scaler_triton.core.message import agree, read_sums, tell_failure, write
 from scaler_triton.core.overrides import overrides
 from scaler_triton.core.plan import Batch, GradPlan
 from scaler_triton.core.ranks import Ranks, group_ranks, mesh_ranks, several_ranks
@@ -134,6 +134,7 @@ def _clip_scaled(
                 part.flag = checks.new_flag(part.step, scale)
                 given = part.plan, part.parameters, part.step, scale, part.flag, peers
                 part.batches = checks.look(looks, *given, sums_partial=True)
+            message = None if peers is None else write([part.flag for part in parts], looks, scale)
         else:
             read = _unscale_and_read(scaler, parts, request)
     except Exception:  # the other ranks wait in the norm's reduction
@@ -141,7 +142,7 @@ def _clip_scaled(
         raise
     try:
         if request.at_once:
-            norm, refused = _clip_at_once(scaler, parts, looks, peers, request)
+            norm, refused = _clip_at_once(scaler, parts, looks, message, peers, request)
         else:
             norm, bad, refused = _clip_by_terms_(read, peers, request)
             for part in parts if len(parts) > 1 or peers is not None else ():
@@ -193,13 +194,18 @@ def _open(
 
 
 def _clip_at_once(
-    scaler: GradScaler, parts: list[_Part], looks: Sequence[Look], peers: Ranks | None, request: Request
+    scaler: GradScaler,
+    parts: list[_Part],
+    looks: Sequence[Look],
+    message: Tensor | None,
+    peers: Ranks | None,
+    request: Request,
 ) -> tuple[Tensor, bool]:
-    """Clip by the 2-norm of the pass that checked; return as `_clip_scaled` does."""
+    """Clip by the 2-norm of the pass that checked, of which `message` is; return as `_clip_scaled` does."""
     scale, checks, group = scaler._scale, scaler._ours.checks, scaler.process_group
     flags = [part.flag for part in parts]
-    if peers is not None:
-        agree(flags, looks, scale, peers)
+    if peers is not None and message is not None:
+        agree(flags, looks, message, peers)
     for look in looks:
         look.judge(flags, peers)
     totals = looks[-1].totals

@@ -2,7 +2,7 @@
 
     batches = plan.collect()            every gradient is validated before the first is written
     look.run(batch, scale, flag)        flag = any gradient is NaN or Inf; Divide: g *= 1 / scale
-    agree(flag, looks, scale, peers)    one reduction
+    agree(flag, looks, write(), peers)  one reduction
     step.checked()                      keeps the flag; UNSCALED if it divided
 
 A rank whose check fails joins the reduction with the failure set, then raises: see `failures.py`.
@@ -21,7 +21,7 @@ from scaler_triton.core import failures, ranks
 from scaler_triton.core.dispatch import Task, is_captured, usual_backend
 from scaler_triton.core.flag import Flag, FlagRows, Flags, as_flag
 from scaler_triton.core.look import Divide, Look, Read
-from scaler_triton.core.message import agree
+from scaler_triton.core.message import agree, write
 from scaler_triton.core.plan import Batch, GradPlan
 from scaler_triton.core.registry import Steps
 
@@ -92,12 +92,13 @@ class Checks:
             else:
                 flag.written, flag.parts = divide, override(flag)
                 flag.gather()
+            message = None if peers is None else write([flag], looks, scale)
         except BaseException as error:
             failures.fail(self, step, optimizer, scale.device, group, peers, flag, tell=isinstance(error, Exception))
             raise
         try:
-            if peers is not None:
-                agree([flag], looks, scale, peers)
+            if peers is not None and message is not None:
+                agree([flag], looks, message, peers)
             for look in looks:
                 look.judge([flag], peers)
             flags = self.flags_for(flag, plan, peers, group, summed=self.n_sums is not None)

@@ -543,7 +543,9 @@ class Specification(torch.amp.GradScaler):
         streak = self._streaks.pop(0) if len(self._streaks) > LAG else 0
         if streak > limit:
             skips = f"{streak} consecutive skip{'s' * (streak > 1)}"
-            raise Refused(SkipStreakError, f"{skips}, more than max_consecutive_skips={limit} (raised {LAG} updates late")
+            raise Refused(
+                SkipStreakError, f"{skips}, more than max_consecutive_skips={limit} (raised {LAG} updates late"
+            )
 
     def _any_check(self) -> bool:
         return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
