@@ -32,7 +32,7 @@ from scaler_triton.core.dispatch import stacklevel
 from scaler_triton.core.flag import any_flag
 from scaler_triton.core.look import Look
 from scaler_triton.core.memory import fp32_on
-from scaler_triton.core.message import read_sums, tell_failure
+from scaler_triton.core.message import read_sums, tell_failure, write
 from scaler_triton.core.overrides import overrides
 from scaler_triton.core.plan import Batch, GradPlan
 from scaler_triton.core.ranks import Ranks, group_ranks, mesh_ranks, several_ranks
@@ -135,6 +135,7 @@ def _clip_scaled(
                 part.flag = checks.flag_for(part.step, scale)
                 given = part.plan, part.parameters, part.step, scale, part.flag, peers
                 part.batches = checks.take_looks(looks, *given, sums_partial=True)
+            message = None if peers is None else write([part.flag for part in parts], looks, scale)
         else:
             read = _unscale_and_read(scaler, parts, request)
     except Exception:  # the other ranks wait in the norm's reduction
@@ -142,7 +143,7 @@ def _clip_scaled(
         raise
     try:
         if request.at_once:
-            norm, refused = _clip_at_once(scaler, parts, looks, peers, request)
+            norm, refused = _clip_at_once(scaler, parts, looks, message, peers, request)
         else:
             norm, bad, refused = _clip_by_terms_(read, peers, request)
             for part in parts if len(parts) > 1 or peers is not None else ():
@@ -194,12 +195,17 @@ def _open(
 
 
 def _clip_at_once(
-    scaler: GradScaler, parts: list[_Part], looks: Sequence[Look], peers: Ranks | None, request: Request
+    scaler: GradScaler,
+    parts: list[_Part],
+    looks: Sequence[Look],
+    message: Tensor | None,
+    peers: Ranks | None,
+    request: Request,
 ) -> tuple[Tensor, bool]:
-    """Clip by the 2-norm of the pass that checked; return as `_clip_scaled` does."""
+    """Clip by the 2-norm of the pass that checked, of which `message` is; return as `_clip_scaled` does."""
     scale, checks, group = scaler._scale, scaler._ours.checks, scaler.process_group
     flags = [part.flag for part in parts]
-    checks.agree(flags, looks, scale, peers)
+    checks.agree(flags, looks, message, peers)
     totals = looks[-1].totals
     assert totals is not None
     refused = request.error_if_nonfinite and not math.isfinite(torch_ops.norm_of(totals).item())

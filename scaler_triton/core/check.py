@@ -2,7 +2,7 @@
 
     batches = plan.collect()            every gradient is validated before the first is written
     look.run(batch, scale, flag)        flag = any gradient is NaN or Inf; Divide: g *= 1 / scale
-    agree(flag, looks, scale, peers)    one reduction, where other ranks must agree
+    agree(flag, looks, message, peers)  one reduction, where other ranks must agree
     step.accept(flag)                   keeps the flag; UNSCALED if it divided
 
 A rank whose check fails joins the reduction with the failure set, then raises: see `failures.py`.
@@ -21,7 +21,7 @@ from scaler_triton.core import failures, ranks
 from scaler_triton.core.dispatch import Task, is_captured, is_capturing, usual_backend
 from scaler_triton.core.flag import Flag, FlagRows, Flags, as_flag
 from scaler_triton.core.look import Divide, Look, Read
-from scaler_triton.core.message import agree
+from scaler_triton.core.message import agree, write
 from scaler_triton.core.plan import Batch, GradPlan
 from scaler_triton.core.registry import Steps
 from scaler_triton.core.step import FLAGS
@@ -91,12 +91,13 @@ class Checks:
             else:
                 flag.take(override(flag))
                 flag.gather()
+            message = None if peers is None else write([flag], looks, scale)
         except BaseException as error:
             failures.fail(self, step, optimizer, scale.device, group, peers, flag, tell=isinstance(error, Exception))
             raise
         try:
             if peers is not None or self.n_sums is not None:
-                self.agree([flag], looks, scale, peers)
+                self.agree([flag], looks, message, peers)
             if flag.has_gradients and not flag.elsewhere and plan.devices == [flag.device]:
                 flags = {flag.device: flag.found_inf}
             else:
@@ -141,10 +142,10 @@ class Checks:
         for observer in self.observers:
             observer.found(step, batches)
 
-    def agree(self, flags: Sequence[Flag], looks: Sequence[Look], scale: Tensor, peers: Ranks | None) -> None:
+    def agree(self, flags: Sequence[Flag], looks: Sequence[Look], message: Tensor | None, peers: Ranks | None) -> None:
         """Make the flags of one check equal on the ranks that must agree, and let the looks judge them."""
-        if peers is not None:
-            agree(flags, looks, scale, peers)
+        if peers is not None and message is not None:
+            agree(flags, looks, message, peers)
         for look in looks:
             look.judge(flags, peers)
 

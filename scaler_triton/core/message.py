@@ -40,39 +40,57 @@ class PeerFailedError(RuntimeError):
     """Another rank failed to check its gradients."""
 
 
-def agree(flags: Sequence[Flag], looks: Sequence[Look], scale: Tensor, peers: Ranks) -> None:
+def write(flags: Sequence[Flag], looks: Sequence[Look], scale: Tensor) -> Tensor:
+    """Return this rank's row; all that may fail on one rank alone is done here, while it can still tell the others.
+
+    Args:
+        flags: of the optimizers that are checked together.
+        looks: those of the check.
+        scale: one element, on the flags' device; read.
+    """
+    first, adding = flags[0], _adding(looks)
+    if not adding:
+        torch.mul(scale, constants(scale, torch.float32, 1.0, -1.0), out=first.status[abi.SCALE :])
+        return first.status
+    totals = _known_totals(adding)
+    totals = _totals_of(first, scale) if totals is None else totals
+    numbers = [look.numbers(flags) for look in adding if look.n_sums]
+    return torch.cat([totals, *numbers]) if numbers else totals
+
+
+def agree(flags: Sequence[Flag], looks: Sequence[Look], message: Tensor, peers: Ranks) -> None:
     """Make the flags of one check equal on all ranks, and give each look the sum of its numbers.
 
     Args:
-        flags: of the optimizers that are checked together; written.
-        looks: those of the check.
-        scale: one element, on the flags' device; read.
+        flags, looks: as of `write`; the flags are written.
+        message: what that returned.
         peers: the ranks that must agree, which all call this.
     """
-    first = flags[0]
-    adding = [look for look in looks if look.n_sums is not None]
+    first, adding = flags[0], _adding(looks)
     if not adding:
-        torch.mul(scale, constants(scale, torch.float32, 1.0, -1.0), out=first.status[abi.SCALE :])
-        peers.reduce_(first.status, "MAX")
+        peers.reduce_(message, "MAX")
         first.summed_over = 0
         return
-    totals = next((look.totals for look in adding if look.totals is not None), None)
-    has_totals = totals is not None
-    totals = _totals_of(first, scale) if totals is None else totals
-    numbers = [look.numbers(flags) for look in adding if look.n_sums]
-    message = torch.cat([totals, *numbers]) if numbers else totals
     peers.reduce_(message, "SUM")
     for flag in flags:
         flag.summed_over, flag.is_final = len(peers.ranks), True
-    if numbers:
+    totals, rest = _known_totals(adding), message[abi.TOTALS :]
+    if totals is None:
+        read_sums(first, message[: abi.TOTALS])
+    elif totals is not message:  # whoever computed them also reads them
         totals.copy_(message[: abi.TOTALS])
-        rest = message[abi.TOTALS :]
-        for look in adding:
-            if look.n_sums:
-                look.agreed(flags, rest[: look.n_sums])
-                rest = rest[look.n_sums :]
-    if not has_totals:  # else whoever computed them also reads them
-        read_sums(first, totals)
+    for look in adding:
+        if look.n_sums:
+            look.agreed(flags, rest[: look.n_sums])
+            rest = rest[look.n_sums :]
+
+
+def _adding(looks: Sequence[Look]) -> list[Look]:
+    return [look for look in looks if look.n_sums is not None]
+
+
+def _known_totals(adding: Sequence[Look]) -> Tensor | None:
+    return next((totals for look in adding if (totals := look.totals) is not None), None)
 
 
 def tell_failure(peers: Ranks, device: torch.device, n_sums: int | None) -> None:

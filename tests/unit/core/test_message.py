@@ -33,7 +33,8 @@ def agreed(mine: float, *others: list[float]) -> Flag:
         values.copy_(torch.cat([values[None], torch.tensor(others)]).amax(0))
 
     made = cleared(mine)
-    message.agree([made], [Read()], torch.tensor(4.0), SimpleNamespace(reduce_=reduce_))  # type: ignore[arg-type]
+    row = message.write([made], [Read()], torch.tensor(4.0))
+    message.agree([made], [Read()], row, SimpleNamespace(reduce_=reduce_))  # type: ignore[arg-type]
     return made
 
 
@@ -130,7 +131,7 @@ class Doubling:
 
 def test_looks_add_their_numbers_to_one_sum_and_each_gets_its_own_back() -> None:
     made, peers, looks = cleared(1.0), Doubling(), [Adds([1.0, 2.0]), Read(), Adds([]), Adds([5.0])]
-    message.agree([made], looks, torch.tensor(4.0), peers)  # type: ignore[arg-type]
+    message.agree([made], looks, message.write([made], looks, torch.tensor(4.0)), peers)  # type: ignore[arg-type]
     assert peers.sent == [("SUM", [0.0, 1.0, 0.0, 4.0, 0.25, 1.0, 2.0, 5.0])]
     assert [getattr(look, "seen", None) for look in looks] == [[2.0, 4.0], None, None, [10.0]]
     assert (made.status[[FLAG, FAILURE, EXCESS]].tolist(), made.summed_over, made.is_final) == (
@@ -145,7 +146,7 @@ def test_looks_add_their_numbers_to_one_sum_and_each_gets_its_own_back() -> None
 def test_a_looks_own_totals_are_summed_and_left_for_it_to_read(numbers: list[float]) -> None:
     flags, peers, look = [cleared(), cleared()], Doubling(), Adds(numbers, [9.0, 1.0, 0.0, 4.0, 0.25])
     before = flags[0].status.tolist()
-    message.agree(flags, [look], torch.tensor(4.0), peers)  # type: ignore[arg-type]
+    message.agree(flags, [look], message.write(flags, [look], torch.tensor(4.0)), peers)  # type: ignore[arg-type]
     assert peers.sent == [("SUM", [9.0, 1.0, 0.0, 4.0, 0.25, *numbers])]
     assert look.totals is not None
     assert look.totals.tolist() == [18.0, 2.0, 0.0, 8.0, 0.5]
