@@ -16,7 +16,7 @@ from ranks import cases
 from ranks.cases import LEARNING_RATE
 from torch import Tensor
 
-from scaler_triton import audit
+from scaler_triton import SkipStreakError, audit
 
 
 def execute(rank: int, program: Program) -> Trace:
@@ -40,30 +40,37 @@ class Run:
         self.optimizers = [_built(optimizer) for optimizer in program.optimizers]
         self.kept: dict[Any, Tensor] = {}
         self.call = ""  # the last one
+        self.errors: list[str] = []  # of streaks, since the last step began
 
     def give_up(self, step: int) -> None:
-        """Take a batch in which steps fail, and go on without an update."""
+        """Take a batch in which steps fail, and go on without an update; a guard's steps are counted all the same."""
+        self.errors = []
         clean = replace(self.program, planted=())
         for index, optimizer in enumerate(self.optimizers):
             if (step, index) in self.program.given_up:
                 scale = self.scaler.scale(torch.ones(())).item()
                 backward(clean, Spot(step, self.rank, index, 0), optimizer, scale, self.kept)
-                with mock.patch.object(optimizer, "step", side_effect=MemoryError), pytest.raises(MemoryError):
+                failing = mock.patch.object(optimizer, "step", side_effect=MemoryError)
+                with failing, pytest.raises((MemoryError, SkipStreakError)) as raised:
                     self.scaler.step(optimizer)
+                self._note(raised.value)
 
     def take(self, step: int) -> StepTrace:
         """Take a step: clip and step all optimizers, ask whether they were skipped, and update."""
         left = self._up_to_update(step)
         left.update_collectives, error = cases.counted(self.scaler.update)
-        left.error = None if error is None else cases.described(error).splitlines()[0]
+        self._note(error)
+        left.errors = self.errors
         left.scale, left.stats = (float(self.scaler.get_scale()), int(self.scaler._growth_tracker)), self.scaler.stats()
         if any(left.skipped):
             parameters = [cases.params_of(optimizer) for optimizer in self.optimizers]
             named = [(f"{o} {p}", each) for o, members in enumerate(parameters) for p, each in enumerate(members)]
             report = self.scaler.overflow_report(named, gather=True)
-            found = [(Spot(report.update - 1, b.rank, *map(int, b.name.split())), b.kinds) for b in report.bad]
+            assert report.update == left.stats.last_skip
+            number = step if self.program.kind == "guard" else report.update - 1  # a guard's updates are steps
+            found = [(Spot(number, b.rank, *map(int, b.name.split())), b.kinds) for b in report.bad]
             left.report, left.spikes = set(found), sorted((each.norm, each.limit) for each in report.spikes)
-        windows = [self.scaler._ours.steps.open(optimizer).window for optimizer in self.optimizers]
+        windows = [self.scaler._ours.steps.open(optimizer).notes.get("window") for optimizer in self.optimizers]
         left.windows = [[] if window is None else window.norms() for window in windows]
         left.digests = [cases.digests(cases.params_of(optimizer)) for optimizer in self.optimizers]
         return left
@@ -121,6 +128,11 @@ class Run:
                 got = cases.local_of(parameter.grad)
                 assert torch.equal(got, want[0]), (member, got, want[0])
 
+    def _note(self, error: BaseException | None) -> None:
+        """Note an error, but that of a step that fails."""
+        if error is not None and not isinstance(error, MemoryError):
+            self.errors.append(cases.described(error).splitlines()[0])
+
     def _step(self, index: int, step: int, left: StepTrace) -> None:
         """Step an optimizer; note how many collectives that took, and whether it changed anything."""
         optimizer, count = self.optimizers[index], 0
@@ -129,7 +141,11 @@ class Run:
         self.call = f"step {index}"
         if (self.rank, index) in self.program.explicit and self.program.clip_of(step, index) is None:
             count = cases.collectives_of(self.scaler.unscale_, optimizer)
-        left.collectives.append(count + cases.collectives_of(self.scaler.step, optimizer))
+        more, error = cases.counted(self.scaler.step, optimizer)
+        if not (error is None or isinstance(error, SkipStreakError)):
+            raise error
+        self._note(error)
+        left.collectives.append(count + more)
         left.stepped.append(cases.digests(watched) != before if watched else None)
 
 

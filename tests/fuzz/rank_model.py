@@ -18,12 +18,12 @@ from scaler_triton import ScalerStats
 
 
 class After(NamedTuple):
-    """What is known after an update, on every rank; `error`: how the one that it raises begins, as "Type: text"."""
+    """What is known after a step's updates, on every rank; `errors`: how those that they raise begin, "Type: text"."""
 
     scale: float
     tracker: int
     stats: ScalerStats
-    error: str | None
+    errors: list[str]
 
 
 def expected_updates(program: Program) -> list[After]:
@@ -36,25 +36,35 @@ def expected_updates(program: Program) -> list[After]:
 
 
 def _update(scaler: Specification, program: Program, step: int) -> After:
-    bad = any(skips(program, step, index) for index in range(len(program.optimizers)))
-    error, flag = None, torch.tensor(float(bad))
+    bad, errors = [skips(program, step, index) for index in range(len(program.optimizers))], []
+    if program.kind == "guard":  # each step ends with its own update, one that failed, too
+        for index in range(len(program.optimizers)):
+            errors += _update_by(scaler, bad=False) if (step, index) in program.given_up else []
     scaler.set_limits(**program.settings_of(step))
+    for each in bad if program.kind == "guard" else [any(bad)]:
+        errors += _update_by(scaler, each)
+    spikes = sum(len(spikes) for spikes in judged(program).spikes[: step + 1])
+    stats = ScalerStats(**{**vars(scaler.stats()), "spikes": spikes})
+    return After(scaler.get_scale(), scaler._get_growth_tracker(), stats, errors)
+
+
+def _update_by(scaler: Specification, bad: bool) -> list[str]:
+    """Update by one flag; return how the error begins that this raises, if any."""
+    flag = torch.tensor(float(bad))
     scaler.scale(torch.ones(()))
     scaler._per_optimizer_states[0].update(stage=OptState.STEPPED, found_inf_per_device={flag.device: flag})
     try:
         scaler.update()
     except Refused as refused:
-        error = f"{refused.error.__name__}: {refused.begin}"
-    spikes = sum(len(spikes) for spikes in judged(program).spikes[: step + 1])
-    stats = ScalerStats(**{**vars(scaler.stats()), "spikes": spikes})
-    return After(scaler.get_scale(), scaler._get_growth_tracker(), stats, error)
+        return [f"{refused.error.__name__}: {refused.begin}"]
+    return []
 
 
 class Judged(NamedTuple):
     """What a guard makes of the norms of a program's steps; nothing if it looks for no spikes."""
 
     spiking: set[tuple[int, int]]  # (step, optimizer) pairs that are skipped for a spike
-    spikes: list[list[tuple[float, float]]]  # of each step: norms, and their limits
+    spikes: list[list[tuple[int, float, float]]]  # of each step: the first optimizer, the norm, its limit
     windows: list[list[list[float]]]  # of each step and optimizer, after it
 
 
@@ -75,7 +85,7 @@ def judged(program: Program) -> Judged:
         for together in _measured(program, step):
             spike = None if program.overflows(step, together) else judge(step, together)
             if spike is not None:
-                spikes[step].append(spike)
+                spikes[step].append((together[0], *spike))
                 spiking |= {(step, each) for index in together for each in _skipped_with(program, step, index)}
         windows.append([list(each[-program.window :]) for each in seen])
     return Judged(spiking, spikes, windows)
@@ -135,8 +145,17 @@ def _compared(program: Program, split: Split, optimizer: int) -> str | None:
 def expected_report(program: Program, step: int) -> set[tuple[Spot, str]]:
     """Return what held NaN or Inf, where what a rank held is no term of a sum."""
     values, shown = dict(program.planted), {True: "NaN", False: "Inf"}
-    expected = [spot for spot in program.bad(step) if is_reported_exactly(program, spot)]
+    causes = _causes(program, step)
+    bad = [spot for spot in program.bad(step) if spot.optimizer in causes]
+    expected = [spot for spot in bad if is_reported_exactly(program, spot)]
     return {(spot, shown[math.isnan(values[spot])]) for spot in expected}
+
+
+def _causes(program: Program, step: int) -> tuple[int, ...]:
+    """Return the optimizers that may be the cause of the last skip in a step: a guard's steps skip one by one."""
+    every = range(len(program.optimizers))
+    last = max((index for index in every if skips(program, step, index)), default=None)
+    return tuple(every) if program.kind != "guard" or last is None else _skipped_with(program, step, last)
 
 
 def is_reported_exactly(program: Program, spot: Spot) -> bool:
@@ -200,7 +219,7 @@ class StepTrace:
     stepped: list[bool | None] = field(default_factory=list)  # None: nothing shows it
     skipped: list[bool] = field(default_factory=list)  # as `was_skipped` says
     update_collectives: int = 0
-    error: str | None = None  # of the update, as "Type: first line"
+    errors: list[str] = field(default_factory=list)  # of updates, as "Type: first line"
     scale: tuple[float, int] = (0.0, 0)  # and the tracker
     stats: ScalerStats | None = None
     report: set[tuple[Spot, str]] = field(default_factory=set)  # what the ranks report of a skip
@@ -232,8 +251,8 @@ def check(program: Program, traces: list[Trace]) -> None:
 
 def check_step(program: Program, step: int, left: StepTrace, after: After, where: str) -> None:
     assert (left.scale, left.stats) == ((after.scale, after.tracker), after.stats), where
-    assert (left.error is None) == (after.error is None), (where, left.error, after)
-    assert left.error is None or left.error.startswith(after.error), (where, left.error, after)
+    assert len(left.errors) == len(after.errors), (where, left.errors, after)
+    assert all(map(str.startswith, left.errors, after.errors)), (where, left.errors, after)
     assert left.update_collectives == 0, where
     clip = program.clip_of(step)
     if clip is not None:
@@ -261,15 +280,16 @@ def check_together(program: Program, step: int, seen: list[StepTrace], where: st
     """All ranks tell the same, to the bit; of a guard's norms what the rule says."""
     first = seen[0]
     for left in seen:
-        assert (left.report, left.error, left.spikes) == (first.report, first.error, first.spikes), where
+        assert (left.report, left.errors, left.spikes) == (first.report, first.errors, first.spikes), where
         assert (left.windows, repr(left.clipped)) == (first.windows, repr(first.clipped)), where
     exact = {(spot, kinds) for spot, kinds in first.report if is_reported_exactly(program, spot)}
     assert exact == expected_report(program, step), where
     for index, optimizer in enumerate(program.optimizers):
         check_copies(optimizer, [left.digests[index] for left in seen], f"{where}, optimizer {index}")
     if program.spike_sigma is not None:
-        expected = judged(program)
-        found, want = (sorted(each, key=_nearly) for each in (first.spikes, expected.spikes[step]))
+        expected, causes = judged(program), _causes(program, step)
+        caused = [spike for index, *spike in expected.spikes[step] if index in causes]
+        found, want = (sorted(map(tuple, each), key=_nearly) for each in (first.spikes, caused))
         assert found == [pytest.approx(each, rel=1e-6) for each in want], where
         assert first.windows == [pytest.approx(each, rel=1e-6) for each in expected.windows[step]], where
 

@@ -36,9 +36,10 @@ def programs(draw: Any, shape: str) -> Program:
     chosen = tuple(draw(st.lists(optimizer, min_size=1, max_size=2 if long else 3)))
     program = draw(habits(Program(kind, chosen, draw(st.integers(*STEPS[shape])))))
     if kind == "guard":  # norms grow and shrink from step to step, and no few of them spike
-        program = replace(program, given_up=frozenset())  # each would be a step of its own
         numbers = {"spike_sigma": [0.5, 1.0, 3.0, None], "window": [2, 3, 8]}
         program = replace(program, **{name: draw(st.sampled_from(values)) for name, values in numbers.items()})
+        if program.spike_sigma is not None:  # each would be judged, too
+            program = replace(program, given_up=frozenset())
     if long:
         limits = {"hysteresis": [2, 3, 1], "max_consecutive_skips": [0, 1, 2, None]}
         drawn = {name: draw(st.sampled_from(values)) for name, values in limits.items()}
