@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
-from scaler_triton.core import ranks
+from scaler_triton.core.check import Checks
 from scaler_triton.core.ranks import Ranks
 from scaler_triton.kernels import launch
 
@@ -178,7 +178,7 @@ def test_every_allocation_of_an_update(place: Place, good_steps: int, bad: bool,
 
 @pytest.fixture
 def two_pretended_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "find", lambda ours, parameters, group: Ranks((None,), (0, 1)))  # type: ignore[arg-type]
+    monkeypatch.setattr(Checks, "find_peers", lambda checks, parameters, group: Ranks((None,), (0, 1)))  # type: ignore[arg-type]
     monkeypatch.setattr(Ranks, "reduce_", lambda self, values, op: values.mul_(2 if op == "SUM" else 1))
 
 
