@@ -694,7 +694,15 @@ class GradScaler(torch.amp.GradScaler):
         flags = {"allow_fp16_grads": checks.allow_fp16, "measure": is_measuring(checks)}
         headroom = ours.headroom and (ours.headroom.bits, ours.headroom.window, *ours.headroom.remembered())
         state[_COUNTED] = {**numbers, **flags, "headroom": headroom}
-        return {**state, "process_group": ranks.picklable(self.process_group)}
+        return {**state, "process_group": None}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.process_group is not None and self.process_group is not ranks.default_group():
+            raise TypeError(
+                "a scaler with a process_group of its own cannot be pickled, as the group cannot: save "
+                "scaler.state_dict(), and load it into a scaler that was made with the group"
+            )
+        return super().__reduce_ex__(protocol)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         counted, ours = state.get(_COUNTED), self._ours

@@ -178,11 +178,6 @@ def own_rank(process_group: Any) -> int:
 
 def checked_group(process_group: Any) -> Any:
     """Return a scaler's process group, the default one for None; raise if it is unusable. A bare one is not checked."""
-    if isinstance(process_group, Ranks):
-        raise ValueError(
-            f"process_group is unset: this scaler was unpickled, and its group of ranks {list(process_group.ranks)} "
-            "did not come along; set scaler.process_group"
-        )
     if is_bare(process_group):
         return process_group
     try:
@@ -197,18 +192,6 @@ def checked_group(process_group: Any) -> Any:
     if not isinstance(group, dist.ProcessGroup):  # such as a DeviceMesh, or a list of ranks
         raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
     return group
-
-
-def picklable(process_group: Any) -> Any:
-    """Return what a pickle holds of `process_group`: None for the default group, else its ranks without the group."""
-    if process_group is None or isinstance(process_group, Ranks):
-        return process_group
-    if process_group is default_group():
-        return None
-    try:
-        return Ranks((), tuple(dist.get_process_group_ranks(process_group)))
-    except KeyError:  # the group was destroyed
-        return Ranks((), ())
 
 
 def gathering_group(process_group: Any) -> Any:

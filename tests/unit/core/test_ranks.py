@@ -54,7 +54,6 @@ def test_a_group_must_hold_this_rank_and_the_parameters_meshes(world: Any) -> No
     ("group", "error", "text"),
     [
         ([0, 1], TypeError, "^process_group must be a torch.distributed.ProcessGroup, got list$"),
-        (Ranks((), (0, 2)), ValueError, r"^process_group is unset: .* group of ranks \[0, 2\] did not come along; set"),
         (dist.GroupMember.NON_GROUP_MEMBER, ValueError, "^process_group must contain this rank, 0, got a group made"),
     ],
 )
@@ -274,13 +273,3 @@ def test_ranks_meet_where_torch_tells_their_store(world: Any, monkeypatch: Any) 
     assert (type(store), size, call) == (dist.PrefixStore, 2, "audit")
     monkeypatch.delattr(dist.distributed_c10d, "_get_process_group_store")
     assert gathered(dist.group.WORLD) == []
-
-
-def test_a_pickle_has_a_groups_ranks_which_must_be_set_again(world: Any) -> None:
-    world(4)
-    group = dist.new_group([0, 2])
-    assert [ranks.picklable(each) for each in (None, dist.group.WORLD)] == [None, None]
-    kept = ranks.picklable(group)
-    assert kept == ranks.picklable(kept) == Ranks((), (0, 2))
-    dist.destroy_process_group(group)
-    assert ranks.picklable(group) == Ranks((), ())
