@@ -182,10 +182,10 @@ def _open(
         for step in steps:
             checks.looks_for(step, scaler._scale, divide=True)  # which may prepare something, on every rank
         home = scaler._scale.device
-        known = [checks.plan(step, each, home) for step, each in zip(steps, optimizers, strict=True)]
-        plans, parameters = zip(*known, strict=True)
+        planned = [checks.plan(step, each, home) for step, each in zip(steps, optimizers, strict=True)]
+        plans, parameters = zip(*planned, strict=True)
         peers = checks.peers_of(plans[0], parameters_of(*optimizers), scaler.process_group, *plans[1:])
-        replicas = [replicas_in(plan, held, peers, model) for plan, held in known]
+        replicas = [replicas_in(plan, held, peers, model) for plan, held in planned]
     except ValueError:  # a wrong argument raises on all ranks
         raise
     except Exception:

@@ -91,22 +91,22 @@ def replicas_in(
 ) -> list[int]:
     """Return `replicas_of` the plan's parameters, which the plan keeps; to `guess`, those of any model will do."""
     key = (peers, None if model is None else weakref.ref(model), guess)
-    kept = plan.notes.get("replicas")
-    if kept is None or (kept[0] != key and not (guess and kept[0][0] == peers)):
-        kept = plan.notes["replicas"] = key, replicas_of(parameters, peers, model, guess=guess)
-    known: list[int] = kept[1]
-    return known
+    entry = plan.notes.get("replicas")
+    if entry is None or (entry[0] != key and not (guess and entry[0][0] == peers)):
+        entry = plan.notes["replicas"] = key, replicas_of(parameters, peers, model, guess=guess)
+    replicas: list[int] = entry[1]
+    return replicas
 
 
 def _weights(batch: Batch, replicas: Sequence[int]) -> list[float] | None:
     """Return 1 / replicas for each gradient, None if all are 1; the same list as long as `replicas` is the same."""
     layout = batch.layout
-    kept = layout.notes.get("weights")
-    if kept is None or kept[0] is not replicas:
+    entry = layout.notes.get("weights")
+    if entry is None or entry[0] is not replicas:
         weights = [1.0 / replicas[position] for position in layout.positions]
-        kept = layout.notes["weights"] = replicas, None if set(weights) <= {1.0} else weights
-    known: list[float] | None = kept[1]
-    return known
+        entry = layout.notes["weights"] = replicas, None if set(weights) <= {1.0} else weights
+    of_batch: list[float] | None = entry[1]
+    return of_batch
 
 
 def backend_of(layout: Layout, requested: str) -> str:

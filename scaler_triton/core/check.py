@@ -174,8 +174,8 @@ class Checks:
         if plan.peers is None or plan.peers[0] != key:
             plan.peers = key, self.find_peers(parameters, group)
             plans = [step.plan for step in self.steps.all() if step.plan is not None]
-            known = [each.peers for each in plans if each.peers is not None]
-            ranks.warn_if_apart(self.warned, plan.peers[1], [their for their_key, their in known if their_key == key])
+            same_key = [each.peers for each in plans if each.peers is not None and each.peers[0] == key]
+            ranks.warn_if_apart(self.warned, plan.peers[1], [peers for _, peers in same_key])
         return plan.peers[1]
 
     def find_peers(self, parameters: Sequence[Tensor], group: Any) -> Ranks | None:

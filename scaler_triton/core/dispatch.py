@@ -73,9 +73,9 @@ def choose(device: torch.device, dtype: torch.dtype, requested: str, *, task: Ta
         trial ran out of memory, which decides nothing.
     """
     key = (device, dtype, requested, task)
-    known = _chosen.get(key)
-    if known is not None:
-        return known[0]
+    choice = _chosen.get(key)
+    if choice is not None:
+        return choice[0]
     if task != "unscaling" and choose(device, dtype, requested) == "torch":
         return "torch"
     with _lock:
@@ -104,11 +104,11 @@ def stream_of(scale: Tensor, requested: str) -> Callable[[], int | None]:
 
 def backend_so_far(kind: str, requested: str) -> str:
     """Return the backend chosen for devices of a type ("cuda"), without trying any: "auto" before the first choice."""
-    known = {
+    backends = {
         backend for (device, *key), (backend, _) in [*_chosen.items()] if (device.type, key[1]) == (kind, requested)
     }
-    if known:
-        return " and ".join(sorted(known, reverse=True))
+    if backends:
+        return " and ".join(sorted(backends, reverse=True))
     return "torch" if requested == "auto" and kind != "cuda" else requested
 
 

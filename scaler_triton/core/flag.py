@@ -207,5 +207,5 @@ def as_flag(flag: Tensor, device: torch.device) -> Tensor:
 
 def any_flag(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return 1.0, fp32 `()`, on `device`, if any of `flags` is set, else 0.0."""
-    found = [as_flag(flag, device) for flag in flags]
-    return functools.reduce(torch.maximum, found) if found else torch.zeros((), dtype=torch.float32, device=device)
+    nothing = torch.zeros((), dtype=torch.float32, device=device)
+    return functools.reduce(torch.maximum, [as_flag(flag, device) for flag in flags] or [nothing])

@@ -80,8 +80,8 @@ def step_by_argument(scaler: Any, step: OptimizerStep, optimizer: Any, args: Any
 def takes_scaler(step: OptimizerStep, optimizer: Any) -> bool:
     """Return whether the optimizer's `step` takes the scaler as an argument, as older ones do."""
     function = getattr(optimizer.step, "__func__", optimizer.step)
-    known, takes_it = step.notes.get("function", (_nothing, False))
-    if known() is not function:
+    seen_function, takes_it = step.notes.get("function", (_nothing, False))
+    if seen_function() is not function:
         takes_it = "grad_scaler" in inspect.signature(function).parameters
         with suppress(TypeError):  # no weak references to it: it is inspected in each step
             step.notes["function"] = weakref.ref(function), takes_it  # it may hold the optimizer
@@ -122,8 +122,8 @@ def _step_with_scale(
         copied = Tensor.cpu if on_host else Tensor.clone
         product, found_inf = copied(product) if isinstance(product, Tensor) else product, copied(found_inf)
     try:
-        for each in (optimizer, inner):  # perhaps the same
-            each.grad_scale, each.found_inf = product, found_inf
+        for target in (optimizer, inner):  # perhaps the same
+            target.grad_scale, target.found_inf = product, found_inf
         result = optimizer.step(*args, **kwargs)
         own = None  # it was for this step
     finally:
@@ -135,10 +135,10 @@ def _step_with_scale(
 
 def remove_scale(optimizer: Any, inner: Any) -> None:
     """Delete `grad_scale` and `found_inf`; the user's `grad_scale`, too, is for one step, even if that is skipped."""
-    for each in (optimizer, inner):  # perhaps the same
-        held = getattr(each, "__dict__", {})  # a wrapper may forward the inner one's, and a class have some
-        held.pop("grad_scale", None)
-        held.pop("found_inf", None)
+    for target in (optimizer, inner):  # perhaps the same
+        attributes = getattr(target, "__dict__", {})  # a wrapper may forward the inner one's, and a class have some
+        attributes.pop("grad_scale", None)
+        attributes.pop("found_inf", None)
 
 
 def _only_reads(optimizer: Any) -> bool:

@@ -23,9 +23,9 @@ def check_gradient(gradient: Tensor, name: str) -> None:
     if gradient.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise NotImplementedError(f"{name} has dtype {gradient.dtype}; only {names} can be unscaled")
-    known = gradient.layout in (torch.strided, torch.sparse_coo)
-    if not known or gradient.is_nested:  # a strided nested tensor has no strides to check
-        what = "is a nested tensor" if known else f"has layout {gradient.layout}"
+    has_known_layout = gradient.layout in (torch.strided, torch.sparse_coo)
+    if not has_known_layout or gradient.is_nested:  # a strided nested tensor has no strides to check
+        what = "is a nested tensor" if has_known_layout else f"has layout {gradient.layout}"
         raise NotImplementedError(f"{name} {what}; only strided and sparse COO gradients can be unscaled")
     if gradient.device.type == "meta":
         raise ValueError(f"{name} is on device {gradient.device}, where there is nothing to unscale")

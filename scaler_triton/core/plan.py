@@ -154,26 +154,28 @@ class GradPlan:
         summed: bool,
     ) -> Sequence[Batch]:
         """Do what `collect` does where gradients are missing, or not all have forms that were inspected."""
-        here = [grad is not None for grad in local]
-        known = bool(local) and (allow_fp16 or not self._has_fp16)
-        known = known and all(map(call, compress(self._matchers, here), compress(local, here)))
-        if known and all(here) and self._match_all is None:  # else torch's guard refuses a list that holds one twice
+        is_present = [grad is not None for grad in local]
+        all_match = bool(local) and (allow_fp16 or not self._has_fp16)
+        all_match = all_match and all(map(call, compress(self._matchers, is_present), compress(local, is_present)))
+        # torch's guard refuses a list that holds one twice: then it is made again in each step.
+        if all_match and all(is_present) and self._match_all is None:
             self._match_all = list_matcher(local, self._matchers)
         others: list[Batch] = []
-        if not known:
+        if not all_match:
             if summed:
                 gradients.reduce_(parameters)
                 grads = tuple(map(_grad_of, parameters))
             local, others = self._inspect([*grads], parameters, allow_fp16)
-            here = [grad is not None for grad in local]
+            is_present = [grad is not None for grad in local]
         batches = []
         for layout, row in self._rows:
             tensors = row(local)
-            present = list(compress(tensors, row(here)))
+            present = list(compress(tensors, row(is_present)))
             if present:
                 batches.append(Batch(layout, tensors, tensors if len(present) == len(tensors) else present))
-                known = known and layout.backend is not None  # all of it was missing at the choice, or that raised
-        if not known:
+                # None: all of it was missing at the choice, or that raised.
+                all_match = all_match and layout.backend is not None
+        if not all_match:
             batches += others
             choose_backends(batches, self.requested, self.task)
             self.irregular |= {batch.layout.device for batch in others if batch.layout.backend == "triton"}

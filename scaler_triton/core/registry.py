@@ -63,9 +63,9 @@ class Steps(dict[Any, Any]):
 
     def last(self, optimizer: Any) -> OptimizerStep | None:
         """Return the step of an optimizer, or of the one in a wrapper; None if there is none."""
-        for each in (optimizer, unwrap(optimizer)):  # a wrapper may have got another optimizer since its last step
-            step = self.get(id(each))
-            if type(step) is OptimizerStep and step.handles.get(id(each), nobody)() is each:
+        for candidate in (optimizer, unwrap(optimizer)):  # a wrapper may have got another optimizer since its last step
+            step = self.get(id(candidate))
+            if type(step) is OptimizerStep and step.handles.get(id(candidate), nobody)() is candidate:
                 return step
         return None
 
@@ -179,8 +179,8 @@ class Steps(dict[Any, Any]):
             handle: Callable[[], Any] = weakref.ref(optimizer, functools.partial(_forget, weakref.ref(self), key))
         except TypeError:  # an object without weak references is kept: the last few, as callers may make one a step
             handle = lambda: optimizer  # noqa: E731
-            held = [each for each in self.all() if each.handles and type(each.owner) is not weakref.ref]
-            for idle in [each for each in held if each.phase is READY and each is not step][:-_KEPT]:
+            without_weakref = [each for each in self.all() if each.handles and type(each.owner) is not weakref.ref]
+            for idle in [each for each in without_weakref if each.phase is READY and each is not step][:-_KEPT]:
                 for each in idle.handles:
                     self.pop(each, None)
         step.handles[key] = handle

@@ -412,8 +412,8 @@ def update_by_ops_(
         fits = rule.scale_after(after.reshape(()), scale.reshape(()), row, bad)
         after = torch.where(bad, after, _clamped(fits.to(after.dtype), limits))
     counted = _counted(counters, bad, scale, after, keeps_strikes=tracker.reshape(()) != 0)
-    for held, value in ((scale, after), (growth_tracker, tracker), (counters, counted)):
-        held.copy_(value)
+    for tensor, value in ((scale, after), (growth_tracker, tracker), (counters, counted)):
+        tensor.copy_(value)
 
 
 def _counted(counters: Tensor, bad: Tensor, scale: Tensor, after: Tensor, *, keeps_strikes: Tensor | bool) -> Tensor:

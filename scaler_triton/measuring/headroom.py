@@ -71,12 +71,12 @@ def read_headroom(flags: Sequence[Any], wait: bool) -> Headroom:
 
     Without `wait` it is the newest that has arrived on the host, and the next copy is started.
     """
-    held = [flag for flag in flags if flag.extra is not None]
+    measured = [flag for flag in flags if flag.extra is not None]
     if wait:
-        home = held[-1].device if held else torch.device("cpu")  # an earlier scale may have been elsewhere
-        rows = torch.stack([wide_on(home, flag.extra) for flag in held]).tolist() if held else []
+        home = measured[-1].device if measured else torch.device("cpu")  # an earlier scale may have been elsewhere
+        rows = torch.stack([wide_on(home, flag.extra) for flag in measured]).tolist() if measured else []
     else:
-        rows = [copy_of(flag).newest(flag.extra) or () for flag in held]
+        rows = [copy_of(flag).newest(flag.extra) or () for flag in measured]
     largest = scaled = zeros = subnormal = seen = 0.0
     for row in rows:
         if row and row[abi.SEEN]:  # empty: no copy has arrived yet
@@ -108,11 +108,11 @@ class HeadroomRule(OnDevice, Rule):
     def row_of(self, checked: Sequence[Any], device: torch.device) -> Tensor:
         """Return the largest gradient that steps' checks have measured, as a row at scale 1, [1, MEASURED_ROW]."""
         flags = [getattr(step, "flag", None) for step in checked]  # other code may have put plain dicts there
-        held = [flag.extra for flag in flags if flag is not None and flag.extra is not None]
+        rows = [flag.extra for flag in flags if flag is not None and flag.extra is not None]
         row = torch.zeros(1, abi.MEASURED_ROW, dtype=wide_dtype(device), device=device)
         row[0, abi.MEASURED_AT].fill_(1.0)
-        found = torch.cat([row, *(wide_on(device, each)[None] for each in held)])
-        unscaled = found[:, abi.LARGEST] / found[:, abi.MEASURED_AT]
+        all_rows = torch.cat([row, *(wide_on(device, each)[None] for each in rows)])
+        unscaled = all_rows[:, abi.LARGEST] / all_rows[:, abi.MEASURED_AT]
         row[0, abi.LARGEST] = torch.where(unscaled > 0, unscaled, 0.0).amax()  # NaN where nothing was measured yet
         return row
 
