@@ -157,7 +157,7 @@ class GradPlan:
         is_present = [grad is not None for grad in local]
         all_match = bool(local) and (allow_fp16 or not self._has_fp16)
         all_match = all_match and all(map(call, compress(self._matchers, is_present), compress(local, is_present)))
-        # torch's guard refuses a list that holds one twice: then it is made again in each step.
+        # One that is there already has refused them, as torch's guard does if a gradient comes twice: so would another.
         if all_match and all(is_present) and self._match_all is None:
             self._match_all = list_matcher(local, self._matchers)
         others: list[Batch] = []
