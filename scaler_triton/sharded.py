@@ -89,9 +89,11 @@ class ShardedGradScaler(GradScaler, _torch_sharded.ShardedGradScaler):
                 self._ours.steps.scaled = True  # Dynamo keeps this write; it could not trace `loss_scaled`
             scaled: Outputs = super(GradScaler, self).scale(outputs)  # type: ignore[call-overload]  # torch's
             return scaled
+        if not self._enabled:
+            return outputs
         if isinstance(outputs, Tensor) and self._scale is not None:  # else torch's class keeps the dtype
             return super().scale(outputs).type(outputs.dtype)  # type: ignore[return-value]
-        if self._enabled and _is_on_apples(outputs):  # torch's class refuses its GPU
+        if _is_on_apples(outputs):  # torch's class refuses its GPU
             if isinstance(outputs, (list, tuple)):
                 return type(outputs)(map(self.scale, outputs))
             if self._scale is None:

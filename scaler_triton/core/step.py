@@ -187,11 +187,12 @@ class OptimizerStep(dict[str, Any]):
 
         If the step is `exposed` to other code, that may have written flags, or put in others.
         """
-        if self.flag is not None:
-            is_bad = self.flag.on_host(copied=not exposed)
+        flag, flags = self.flag, self[FLAGS]
+        if flag is not None and (flag.summed_over is not None or flag.device in flags):
+            is_bad = flag.on_host(copied=not exposed)
             if not exposed or self.own_flag() is not None:
                 return is_bad
-        return any(flag.item() != 0.0 for flag in self[FLAGS].values())
+        return any(each.item() != 0.0 for each in flags.values())  # those on the CPU are there
 
     def own_flag(self) -> Flag | None:
         """Return the last check's flag if it is all that the step holds; None if other code has put in others."""

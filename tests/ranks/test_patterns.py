@@ -54,7 +54,7 @@ class Run:
         """End a step, and look at what it left."""
         scaler.step(optimizer)
         scaler.update()
-        self.take_looks(scaler, cases.params_of(optimizer))
+        self.look(scaler, cases.params_of(optimizer))
         optimizer.zero_grad()
 
 
