@@ -48,8 +48,14 @@ def test_a_plain_optimizers_fiftieth_skip_in_a_row_is_warned_of_once(cls: Any, p
     assert run.step("x" * 49 + "." + "x" * 49 + ".") == []
     (text,) = run.step("x" * 120)
     scale = f"; the scale is {2.0**-126}" if cls is GradScaler else ""
+    is_marked = place.device == "cpu" or place.backend == "triton"  # torch's op on a GPU leaves no marks
+    named = (
+        "1 of 1 gradients: overflow_report(model) names them."
+        if is_marked
+        else "The last skip: nothing known on any rank."
+    )
     assert text == (
-        f"50: 50 steps of SGD in a row were skipped{scale}. 1 of 1 gradients: overflow_report(model) names them. "
+        f"50: 50 steps of SGD in a row were skipped{scale}. {named} "
         "Set max_consecutive_skips to end such a run with SkipStreakError."
     )
     assert [each[:3] for each in run.step("." + "x" * 60)] == ["51:"]  # another streak
