@@ -106,7 +106,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if step.phase in (CARRIED, FAILED):", "if step.phase in (FAILED,):", _STEP),
         ("if step.phase in (CARRIED, FAILED):", "if step.phase in (CARRIED,):", _STEP),
         ("                step.loss_is_newer = True\n", "                pass\n", _STEP),
-        ("self.unfinished = self.scaled = False", "self.scaled = False"),
         # An update.
         ("return [] if self.replayed and not captured else [", "return [", _STEP),
         ("return [] if self.replayed and not captured else [", "return [] if self.replayed else [", _CAPTURE),
@@ -353,7 +352,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("self.checks.looks_for(self.checks.steps.open(optimizer), scaler._scale, divide=True)", "0", _GUARD_RANKS),
         ("if each.type == scaler._device), torch", "if True), torch"),
         ("next((each for each in devices if each.type == scaler._device), ", "("),
-        ("[*self.checks.dividing[:-1], Norm(scale", "[Norm(scale"),
+        ("[*self.checks.dividing[:-1], Norm(scale", "[Norm(scale", _HEADROOM),
         ("        self.checks.observers.append(Marking(self.counters))\n", "", _MARKS),
     ],
     "scaler_triton/clipping/clip.py": [

@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import OptState
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
 from scaler_triton.core.ranks import Ranks
 from scaler_triton.core.step import Phase
+from scaler_triton.guard.spikes import Window
 
 BY_HAND = pytest.mark.parametrize(("method", "given"), [("unscale_", ()), ("clip_grad_norm_", (100.0,))])
 
@@ -307,6 +308,15 @@ def test_an_optimizer_that_fails_leaves_the_scale_as_it_is(event: str, phase: st
         assert values(optimizer) == [0.0 if failed else -1.0]
 
 
+def test_a_look_of_unscaled_gradients_that_fails_to_judge_spends_the_step() -> None:
+    """Its flag is gone, and `step` checks no more."""
+    guard, optimizer = StepGuard("cpu", spike_sigma=3.0), optimizer_of()
+    guard.unscale_(optimizer)
+    with mock.patch.object(Window, "judge", side_effect=MemoryError), pytest.raises(MemoryError):
+        guard._check_inf_per_device(optimizer)
+    assert phase_of(guard, optimizer) == "FAILED"
+
+
 # Another rank
 
 
@@ -470,10 +480,14 @@ def test_a_failed_steps_flag_is_where_parameters_are_that_can_be_read_or_with_th
     assert scaler.get_scale() == SCALE / 2
 
 
-def test_gradients_that_graphs_may_have_written_are_not_carried() -> None:
-    """A replay writes new ones, and no call of `scale` tells of it."""
-    scaler, optimizer = begin("", "UNSCALED", None)
+@pytest.mark.parametrize("assigned", [False, True])
+def test_gradients_that_graphs_may_have_written_are_not_carried(assigned: bool) -> None:
+    """A replay writes new ones, and no call of `scale` tells of it, whatever registry other code puts in."""
+    scaler, optimizer = begin("", "READY", None)
     scaler._ours.steps.replayed = True
+    if assigned:
+        scaler._per_optimizer_states = {}
+    scaler.unscale_(optimizer)
     scaler.update()
     renew(optimizer)
     scaler.step(optimizer)
