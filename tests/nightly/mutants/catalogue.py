@@ -519,7 +519,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("                each.bits.zero_()\n", "                pass\n"),
         ("marks = plan.notes[\"marks\"] = Marks(plan)", "marks = Marks(plan)"),
         ("weakref.proxy(plan)", "plan"),
-        (".update(range(cause, generation))", ".add(cause)"),
         ("generations.get(other, set()).add(cause)", "0"),
         ("mark_on_host(self._counters.read_skips(), batch)", "mark_on_host(0, batch)"),
         ("layout.key.plain and by_torch:", "by_torch:", "unit/core/passes"),

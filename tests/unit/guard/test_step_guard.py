@@ -280,6 +280,16 @@ def test_another_norm_or_some_parameters_are_clipped_and_each_optimizer_judged(p
 
 
 @PLACES
+def test_parameters_that_are_clipped_one_after_another_are_judged_as_they_came(place: Place) -> None:
+    guard, optimizer = guard_on(place, spike_sigma=3.0, window=2), sgd([torch.ones(1)] * 2, place.device)
+    give(optimizer, 3.0, 4.0)
+    for parameter in optimizer.param_groups[0]["params"]:
+        guard.clip_grad_norm_(optimizer, 2.0, parameters=[parameter])
+    guard.step(optimizer)
+    assert guard._ours.steps.open(optimizer).notes["window"].norms() == [5.0]
+
+
+@PLACES
 def test_a_report_says_which_it_was(place: Place) -> None:
     guard, optimizer = guard_on(place, spike_sigma=3.0, window=4), sgd([torch.ones(1)] * 2, place.device)
     model = [("a", optimizer.param_groups[0]["params"][0]), ("b", optimizer.param_groups[0]["params"][1])]
