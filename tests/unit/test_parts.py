@@ -68,6 +68,16 @@ def test_without_a_scale_a_rank_tells_the_others_and_backs_off_with_them(
     assert (values(optimizer), scaler.get_scale()) == ([0.0], SCALE / 2)
 
 
+def test_without_a_scale_a_clip_joins_the_reduction_of_the_norm_and_spends_all_steps(reductions: Any) -> None:
+    scaler, both = ShardedGradScaler("cpu", init_scale=SCALE), [sgd([torch.ones(1)]) for _ in "ab"]
+    with pytest.raises(AssertionError, match="^Attempted clip_grad_norm_ but _scale is None"):
+        scaler.clip_grad_norm_(both, 1.0)
+    assert str(reductions) == str([[math.nan, 1.0, 1.0, 0.0, 0.0]])
+    for optimizer in both:
+        scaler.step(optimizer)
+        assert values(optimizer) == [0.0]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs or none")
 @pytest.mark.parametrize(
     ("devices", "home"), [(["cpu", "cuda:1"], "cuda:1"), (["cuda:1", "cpu"], "cuda:1"), (["cpu"], "cuda"), ([], "cuda")]

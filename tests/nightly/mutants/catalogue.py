@@ -119,7 +119,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            elif step.phase is not CARRIED:\n", "            elif step.phase is READY:\n", _STEP),
         # Assigned states.
         (" and states.of_scaler is self.of_scaler:", ":"),
-        ("steps.exposed, steps.replayed = self.exposed, self.replayed", "steps.exposed = self.exposed"),
+        ("steps.exposed, steps.replayed = self.exposed, self.replayed", "steps.exposed = self.exposed", _STEP),
         ("getattr(states, \"default_factory\", None) or dict", "dict", _FOREIGN),
         ("step.plan, step.outcome, step.notes = before.plan, before.outcome, before.notes",
          "step.outcome, step.notes = before.outcome, before.notes"),
@@ -341,7 +341,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/parts.py": [
         ("            (tell_others or (lambda: self.fail_early(scaler, optimizers[0])))()\n", ""),
         ("(tell_others or (lambda: self.fail_early(scaler, optimizers[0])))()",
-         "self.fail_early(scaler, optimizers[0])", _CLIP),
+         "self.fail_early(scaler, optimizers[0])"),
         ("        with suppress(Exception):  # the first", "        with suppress(ZeroDivisionError):  # the first"),
         ("                failures.fail(self", "                (self"),
         ("        with suppress(Exception):  # such", "        with suppress(ZeroDivisionError):  # such"),
