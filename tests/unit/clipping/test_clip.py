@@ -213,6 +213,18 @@ def test_a_wrong_argument_is_named_before_anything_changes(
     assert (grads(optimizer), dict(scaler._ours.steps)) == ([24.0], {})
 
 
+@WAYS
+@pytest.mark.parametrize("fused", [False, True])
+def test_once_clipped_an_optimizers_last_step_is_forgotten(way: str, fused: bool) -> None:
+    scaler, optimizer = scaler_on(), sgd([torch.ones(1)], fused=fused)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.was_skipped(optimizer) is False
+    scaler.clip_grad_norm_(optimizer, 1.0, **options_of(way, optimizer))
+    with pytest.raises(ValueError, match="^was_skipped: this SGD was not stepped yet, or was unscaled again"):
+        scaler.was_skipped(optimizer)
+
+
 def test_an_optimizer_is_clipped_once() -> None:
     optimizer = sgd([torch.full((3,), 24.0)])
     wrapper = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)

@@ -15,6 +15,7 @@ from helpers import PLACES, Place, flags, grads, sgd, started, values
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
 from scaler_triton.core import flag, torch_ops
 from scaler_triton.core.check import Checks
+from scaler_triton.core.look import Read
 from scaler_triton.core.step import Phase
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
@@ -165,22 +166,47 @@ def test_the_flag_is_where_gradients_or_parameters_are_or_where_the_scale_is_if_
     assert on({}, [], together) == {CPU}
 
 
-def test_a_flag_elsewhere_is_the_part_that_was_set_there_unless_a_look_may_have_set_it_later() -> None:
+@pytest.mark.parametrize("later", ["", "summed", "looks", "ranks"])
+def test_a_flag_elsewhere_is_the_part_that_was_set_there_unless_it_may_have_been_set_later(later: str) -> None:
     checks, own, plan = a_scaler()._ours.checks, flag.Flag(torch.zeros(4)), SimpleNamespace(devices=[AS_ANOTHER])
+    checks.n_sums = 0 if later == "looks" else None
     own.take({AS_ANOTHER: torch.tensor([2.0])})
-    assert checks.flags_for(own, plan, None, None)[AS_ANOTHER].tolist() == 1.0
-    assert checks.flags_for(own, plan, None, None, summed=True)[AS_ANOTHER].tolist() == 0.0
+    peers = SimpleNamespace() if later == "ranks" else None
+    given = checks.flags_for(own, plan, peers, None, summed=later == "summed")
+    assert given[AS_ANOTHER].tolist() == (0.0 if later else 1.0)
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 2])
+def test_without_a_gradient_a_sharded_scaler_has_a_flag_in_any_group(ranks: int, world: Any) -> None:
+    if ranks:
+        world(ranks)
+    scaler, optimizer = a_scaler(ShardedGradScaler if ranks else GradScaler), sgd([None])
+    scaler.unscale_(optimizer)
+    assert flags(scaler, optimizer) == ([0.0] if ranks else [])
+
+
+def test_what_a_look_finds_elsewhere_is_the_flags() -> None:
+    class Finds(Read):
+        def run(self, batch: Any, scale: Any, flag: Any) -> None:
+            flag.found_inf_on(AS_ANOTHER).fill_(1.0)
+
+    scaler, optimizer = a_scaler(), sgd([torch.ones(1)])
+    scaler._ours.checks.dividing = [Finds()]
+    scaler.unscale_(optimizer)
+    assert {*flags(scaler, optimizer)} == {1.0}
 
 
 def test_a_flag_is_reused_from_step_to_step_unless_it_still_counts() -> None:
-    scaler, optimizer = a_scaler(), sgd([torch.ones(1)])
+    scaler, optimizer = a_scaler(), sgd([torch.tensor([math.inf])])
     scaler.unscale_(optimizer)
     step, checks = scaler._ours.steps.open(optimizer), scaler._ours.checks
     first = step.flag
     scaler.step(optimizer)
     assert checks.flag_for(step, scaler._scale) is not first
     scaler.update()
+    assert first.is_set()
     assert checks.flag_for(step, scaler._scale) is first
+    assert not first.is_set()
     assert checks.flag_for(step, torch.ones((), device=OTHER)) is not first
 
 

@@ -28,6 +28,15 @@ def test_an_error_is_told_to_the_others_and_an_interrupt_is_not(error: Any, redu
     assert reductions == ([TOLD] if error is MemoryError else [])
 
 
+@pytest.mark.parametrize("group", [None, "illegal"])
+def test_an_error_before_the_ranks_are_known_is_told_to_those_that_wait(group: Any, reductions: Any) -> None:
+    scaler, optimizer = a_scaler(ShardedGradScaler), sgd([torch.ones(1)])
+    scaler.process_group = group  # an illegal one fails on every rank: nobody waits
+    with mock.patch.object(Checks, "plan", side_effect=MemoryError), pytest.raises(MemoryError):
+        scaler.unscale_(optimizer)
+    assert reductions == ([TOLD] if group is None else [])
+
+
 def test_the_others_are_told_even_if_this_rank_has_no_room_for_a_flag(reductions: Any) -> None:
     scaler, optimizer = a_scaler(ShardedGradScaler), sgd([torch.ones(1)])
     with (

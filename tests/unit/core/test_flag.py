@@ -142,6 +142,13 @@ def test_share_sets_the_flag_to_that_of_several_optimizers(overflows: float, wan
     assert (made.found_inf.item(), made.is_final) == (want, True)
 
 
+def test_a_copy_of_an_optimizers_own_flag_is_not_that_of_several() -> None:
+    made = cleared(on_gpu=True)
+    made.start_copy()
+    made.share(torch.ones((), dtype=torch.float64))
+    assert made.on_host()
+
+
 def test_it_is_given_to_each_device_once_in_their_order_and_is_itself_at_home() -> None:
     made = cleared()
     given = made.on_devices([META, CPU, META])

@@ -15,7 +15,7 @@ from helpers import Slotted, Wrapper, grads, sgd, started, values
 from step_cases import CPU, OLDER, PHASES, SCALE, begin, bring_to, optimizer_of, phase_of, renew, scale
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from scaler_triton import GradScaler
+from scaler_triton import GradScaler, StepGuard
 from scaler_triton.core.registry import unwrap
 from scaler_triton.core.step import Phase
 
@@ -49,7 +49,7 @@ def test_15_a_wrapper_has_the_step_of_the_optimizer_within(wraps: Any) -> None:
     with pytest.raises(RuntimeError, match="has already been called"):
         scaler.unscale_(inner)
     scaler.step(inner)
-    assert scaler.was_skipped(outer) is False
+    assert scaler.was_skipped(outer) is scaler.was_skipped(wraps(inner)) is False
     assert states(scaler)[id(outer)] is states(scaler)[id(inner)]
     assert values(inner) == [-1.0]
 
@@ -67,8 +67,8 @@ def test_a_wrapper_that_has_got_another_optimizer_steps_that(kind: str) -> None:
 
 
 def circle(groups: Any) -> Any:
-    first, second = (SimpleNamespace(param_groups=groups) for _ in range(2))
-    first.optimizer, second.optimizer = second, first
+    first, second, third = (SimpleNamespace(param_groups=groups) for _ in range(3))
+    first.optimizer, second.optimizer, third.optimizer = second, third, first
     return first
 
 
@@ -118,6 +118,38 @@ def test_a_state_of_torchs_put_into_the_registry_is_followed(flag: float) -> Non
     assert values(optimizer) == [0.0 if flag else -4.0]
     scaler.update()
     assert scaler.get_scale() == (SCALE / 2 if flag else SCALE)
+
+
+def test_a_stage_that_other_code_has_written_is_followed_when_a_loss_is_scaled() -> None:
+    scaler, optimizer, other = a_scaler(), optimizer_of(), optimizer_of()
+    scaler._found_inf_per_device(optimizer)
+    states(scaler)[id(optimizer)].update(state_of(OptState.UNSCALED, 0.0))
+    scale(scaler)  # the gradients may be of another loss
+    scaler.unscale_(other)
+    scaler._found_inf_per_device(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
+def test_a_stage_that_other_code_writes_into_a_state_it_has_kept_is_carried() -> None:
+    scaler, optimizer = begin("", "CHECKED", None)
+    kept = states(scaler)[id(optimizer)]
+    scale(scaler)
+    kept["stage"] = OptState.UNSCALED
+    scaler._ours.steps.open(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+    assert values(optimizer) == [-4.0]
+
+
+def test_another_scalers_states_are_copied() -> None:
+    scaler, other, optimizer = a_scaler(), a_scaler(), optimizer_of()
+    scaler.unscale_(optimizer)
+    other._per_optimizer_states = states(scaler)
+    other.step(optimizer)
+    assert values(optimizer) == [-1.0]
+    assert phase_of(scaler, optimizer) == "UNSCALED"
 
 
 def test_a_state_that_was_moved_to_another_optimizer_is_that_ones() -> None:
@@ -186,12 +218,13 @@ def test_a_copy_of_a_state_is_one_of_torchs_and_once_carried_it_looks_fresh(copi
     assert states(scaler)[id(optimizer)] == states(scaler)["unknown"] == _refresh_per_optimizer_state()
 
 
+@pytest.mark.parametrize("how", ["step", "_check_inf_per_device"])
 @pytest.mark.parametrize("gradient", [8.0, math.inf])
-def test_the_flag_of_an_optimizer_that_is_freed_before_update_counts(gradient: float) -> None:
+def test_the_flag_of_an_optimizer_that_is_freed_before_update_counts(gradient: float, how: str) -> None:
     scaler = a_scaler()
     optimizer = optimizer_of(gradient=gradient)
     parameter = weakref.ref(optimizer.param_groups[0]["params"][0])
-    scaler.step(optimizer)
+    getattr(scaler, how)(optimizer)
     del optimizer
     assert parameter() is None
     scaler.update()
@@ -200,6 +233,14 @@ def test_the_flag_of_an_optimizer_that_is_freed_before_update_counts(gradient: f
     scaler.unscale_(sgd([None]))  # no flag, but torch refuses this, too
     with pytest.raises(AssertionError, match="may only be pickled at the beginning"):
         pickle.dumps(scaler)
+
+
+def test_what_is_kept_with_a_checked_step_goes_with_its_optimizer() -> None:
+    guard, optimizer = StepGuard("cpu", spike_sigma=3.0), optimizer_of()
+    guard.unscale_(optimizer)
+    assert len(guard._ours.guard.windows()) == 1
+    del optimizer
+    assert guard._ours.guard.windows() == []
 
 
 def test_the_last_optimizers_without_weak_references_are_kept() -> None:
@@ -224,6 +265,7 @@ def test_the_last_optimizers_without_weak_references_are_kept() -> None:
 def test_steps_that_await_their_optimizer_are_known_and_reset_by_parameters(phase: str, among: str) -> None:
     scaler, optimizer = begin("", phase, None)
     steps, parameters = scaler._ours.steps, optimizer.param_groups[0]["params"]
+    optimizer.add_param_group({"params": [torch.ones(1)]})
     assert steps.awaiting() == ([optimizer] if phase in ("UNSCALED", "CARRIED", "FAILED") else [])
     steps.reset({"all": None, "these": parameters, "others": [torch.ones(1)]}[among])
     assert phase_of(scaler, optimizer) == (phase if among == "others" else "READY")

@@ -1,19 +1,23 @@
 """The phases of an optimizer's step, event by event."""
 
 import gc
+import math
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from helpers import PLACES, Place, grads, params_of, sgd, started, values
+from helpers import PLACES, Place, flags, grads, params_of, sgd, started, values
 from step_cases import CPU, OLDER, PHASES, SCALE, Event, begin, call, optimizer_of, phase_of, renew, scale
 from torch.amp.grad_scaler import OptState
 
-from scaler_triton import GradScaler, StepGuard
+from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
+from scaler_triton.core.ranks import Ranks
 from scaler_triton.core.step import Phase
+from scaler_triton.guard.spikes import Window
 
 BY_HAND = pytest.mark.parametrize(("method", "given"), [("unscale_", ()), ("clip_grad_norm_", (100.0,))])
 
@@ -291,9 +295,10 @@ def test_gradients_that_were_unscaled_after_a_step_that_failed_stay_so_whatever_
     "event", [row[0] for row in ROWS if "optimizer.step" in row[0] or row[0].startswith("older step f")]
 )
 @pytest.mark.parametrize("carried", [False, True])
-def test_an_optimizer_that_fails_leaves_the_scale_as_it_is(event: str, carried: bool, request: Any) -> None:
+@pytest.mark.parametrize("phase", ["CHECKED", "UNSCALED"])
+def test_an_optimizer_that_fails_leaves_the_scale_as_it_is(event: str, phase: str, carried: bool, request: Any) -> None:
     """On other ranks it may not have failed. What a fused one has divided nobody knows, after an update neither."""
-    scaler, optimizer = begin(event, "CHECKED", request)
+    scaler, optimizer = begin(event, phase, request)
     happens(event, scaler, optimizer)
     failed = scaler._ours.steps.open(optimizer).phase is Phase.FAILED
     scaler.update()
@@ -301,6 +306,55 @@ def test_an_optimizer_that_fails_leaves_the_scale_as_it_is(event: str, carried: 
     if carried:
         scaler.step(optimizer)
         assert values(optimizer) == [0.0 if failed else -1.0]
+
+
+def test_a_look_of_unscaled_gradients_that_fails_to_judge_spends_the_step() -> None:
+    """Its flag is gone, and `step` checks no more."""
+    guard, optimizer = StepGuard("cpu", spike_sigma=3.0), optimizer_of()
+    guard.unscale_(optimizer)
+    with mock.patch.object(Window, "judge", side_effect=MemoryError), pytest.raises(MemoryError):
+        guard._check_inf_per_device(optimizer)
+    assert phase_of(guard, optimizer) == "FAILED"
+
+
+# Another rank
+
+
+def another(status: list[float]) -> Any:
+    """Return a reduction with a rank of that status."""
+
+    def reduce_(self: Ranks, values: torch.Tensor, op: str) -> None:
+        values.copy_(torch.maximum(values, torch.tensor(status)))
+
+    return mock.patch.object(Ranks, "reduce_", reduce_)
+
+
+FAILS, IS_APART = [1.0, 1.0, -math.inf, -math.inf], [0.0, 0.0, 2 * SCALE, -2 * SCALE]
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("method", ["unscale_", "clip_grad_norm_", "step"])
+@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize("other", [FAILS, IS_APART])
+def test_gradients_of_a_loss_scaled_since_another_ranks_check_failed_are_checked_anew(
+    method: str, newer: bool, other: list[float]
+) -> None:
+    """That rank is READY, and checks."""
+    scaler, optimizer = started(ShardedGradScaler, "cpu", init_scale=SCALE), optimizer_of()
+    with another(other):
+        scaler.unscale_(optimizer)
+    if newer:
+        scale(scaler)
+        renew(optimizer)
+    anew = newer and other is FAILS
+    told = "Another rank failed" if other is FAILS else "The ranks hold different scales"
+    text = told if method == "step" else "has already been called"
+    with nullcontext() if anew else pytest.raises(RuntimeError, match=text):
+        getattr(scaler, method)(optimizer, *([1e6] if method == "clip_grad_norm_" else []))
+    if method != "step":
+        assert phase_of(scaler, optimizer) == "UNSCALED"
+    elif anew:
+        assert values(optimizer) == [-1.0]
 
 
 # CARRIED
@@ -317,7 +371,8 @@ def test_a_failed_step_that_was_carried_is_skipped_even_if_a_check_finds_nothing
     assert values(optimizer) == [0.0]
 
 
-@pytest.mark.parametrize("kind", ["plain", "fused"])
+@OLDER
+@pytest.mark.parametrize("kind", ["plain", "fused", "older"])
 @pytest.mark.parametrize("updates", [False, True])
 def test_a_carried_steps_flag_is_what_a_look_returns_and_what_others_set_counts(kind: str, updates: bool) -> None:
     scaler, optimizer = begin(kind, "CARRIED", None)
@@ -338,10 +393,101 @@ def test_a_failed_step_leaves_what_a_plain_optimizer_calls_its_own() -> None:
     assert (values(optimizer), optimizer.grad_scale, optimizer.found_inf) == ([0.0], 0.5, 0.5)
 
 
-def test_gradients_that_graphs_may_have_written_are_not_carried() -> None:
-    """A replay writes new ones, and no call of `scale` tells of it."""
+def updated(scaler: Any) -> None:
+    """Take another optimizer's step, and update: with nothing else checked, that raises."""
+    scaler.step(optimizer_of())
+    scaler.update()
+
+
+def test_a_carried_step_waits_as_many_updates_as_come() -> None:
+    scaler, optimizer = begin("", "CARRIED", None)
+    for _ in range(2):
+        updated(scaler)
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
+def test_a_carried_step_that_is_unscaled_again_goes_by_its_new_flag() -> None:
+    scaler, optimizer = begin("", "CARRIED", None)
+    renew(optimizer, math.inf)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+    scaler.update()
+    assert (values(optimizer), scaler.get_scale(), scaler.stats().skipped) == ([0.0], SCALE / 4, 2)
+
+
+def test_what_was_checked_without_a_gradient_is_not_carried() -> None:
+    scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), sgd([None])
+    scaler.unscale_(optimizer)
+    updated(scaler)
+    renew(optimizer)
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
+def test_a_step_that_others_have_taken_is_not_carried() -> None:
+    """They write the stage, as torch's class does."""
     scaler, optimizer = begin("", "UNSCALED", None)
+    scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+    scaler.update()
+    renew(optimizer)
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
+def test_what_was_unscaled_before_the_last_loss_is_not_carried_beside_what_was_after_it() -> None:
+    scaler, optimizer, other = *begin("", "UNSCALED", None), optimizer_of()
+    scale(scaler)
+    scaler.unscale_(other)
+    scaler.update()
+    renew(optimizer)
+    for each in (optimizer, other):
+        scaler.step(each)
+        assert values(each) == [-1.0]
+
+
+def test_what_is_unscaled_after_the_last_loss_is_carried_whatever_others_wrote_before() -> None:
+    scaler, optimizer = begin("", "UNSCALED", None)
+    scale(scaler)
+    write(OptState.READY)(scaler, optimizer)
+    renew(optimizer)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+    assert values(optimizer) == [-1.0]
+
+
+def test_a_step_that_fails_after_another_loss_is_carried_to_be_skipped() -> None:
+    scaler, optimizer = begin("", "UNSCALED", None)
+    scale(scaler)
+    with pytest.raises(MemoryError):
+        step_that_fails()(scaler, optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.0]
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("devices", [[], ["meta"], ["cpu", "meta"]])
+def test_a_failed_steps_flag_is_where_parameters_are_that_can_be_read_or_with_the_scale(devices: list[str]) -> None:
+    scaler = started(ShardedGradScaler, "cpu", init_scale=SCALE)
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": [torch.ones(1, device=each) for each in devices]}])
+    with pytest.raises(MemoryError):
+        call("unscale_", fails="take_looks")(scaler, optimizer)
+    assert flags(scaler, optimizer) == [1.0]
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_gradients_that_graphs_may_have_written_are_not_carried(assigned: bool) -> None:
+    """A replay writes new ones, and no call of `scale` tells of it, whatever registry other code puts in."""
+    scaler, optimizer = begin("", "READY", None)
     scaler._ours.steps.replayed = True
+    if assigned:
+        scaler._per_optimizer_states = {}
+    scaler.unscale_(optimizer)
     scaler.update()
     renew(optimizer)
     scaler.step(optimizer)

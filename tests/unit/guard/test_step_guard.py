@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,8 @@ from helpers import (
 from torch import Tensor
 
 from scaler_triton import GradScaler, ScalerStats, SkipStreakError, StepGuard
+from scaler_triton.core.check import Checks
+from scaler_triton.core.ranks import Ranks
 from scaler_triton.policy import KEY
 from scaler_triton.report.overflow import Spike
 
@@ -234,6 +238,27 @@ def test_a_step_before_a_checkpoint_is_loaded_counts_no_more() -> None:
     assert (guard.stats().updates, guard.stats().skipped) == (6, 0)
 
 
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("again", ["unscale_", "clip", "update", "step"])
+@pytest.mark.parametrize("whose", ["ours", "another's"])
+def test_a_check_that_failed_on_a_rank_is_counted_before_the_next_one(whose: str, again: str) -> None:
+    """The other rank may have called its step."""
+    guard, optimizer, told = StepGuard("cpu"), sgd([torch.ones(1)]), torch.tensor([1.0, 1.0, -INF, -INF])
+
+    def reduce_(self: Ranks, values: Tensor, op: str) -> None:
+        values.copy_(torch.maximum(values, told))
+
+    fails: Any = mock.patch.object(Checks, "take_looks", side_effect=MemoryError)
+    with suppress(MemoryError), fails if whose == "ours" else mock.patch.object(Ranks, "reduce_", reduce_):
+        guard.unscale_(optimizer)
+    if again == "update":
+        guard.update()
+    else:
+        with suppress(RuntimeError):
+            take_step(guard, optimizer, again)
+    assert (guard.stats().updates, guard.stats().skipped) == (1 + (again in ("unscale_", "clip")), 1)
+
+
 @PLACES
 def test_a_check_that_is_made_again_judges_one_step(place: Place) -> None:
     guard, optimizer = guard_on(place, spike_sigma=3.0, window=4), sgd([torch.ones(1)], place.device)
@@ -280,6 +305,16 @@ def test_another_norm_or_some_parameters_are_clipped_and_each_optimizer_judged(p
 
 
 @PLACES
+def test_parameters_that_are_clipped_one_after_another_are_judged_as_they_came(place: Place) -> None:
+    guard, optimizer = guard_on(place, spike_sigma=3.0, window=2), sgd([torch.ones(1)] * 2, place.device)
+    give(optimizer, 3.0, 4.0)
+    for parameter in optimizer.param_groups[0]["params"]:
+        guard.clip_grad_norm_(optimizer, 2.0, parameters=[parameter])
+    guard.step(optimizer)
+    assert guard._ours.steps.open(optimizer).notes["window"].norms() == [5.0]
+
+
+@PLACES
 def test_a_report_says_which_it_was(place: Place) -> None:
     guard, optimizer = guard_on(place, spike_sigma=3.0, window=4), sgd([torch.ones(1)] * 2, place.device)
     model = [("a", optimizer.param_groups[0]["params"][0]), ("b", optimizer.param_groups[0]["params"][1])]
@@ -314,6 +349,18 @@ def test_a_report_names_a_spike_that_waited_for_others_steps_and_updates(place: 
     guard.step(other)
     guard.update()
     assert [spike.norm for spike in guard.overflow_report().spikes] == [50.0]
+
+
+def test_a_report_names_what_the_last_check_of_a_waiting_step_found() -> None:
+    guard, one, other = StepGuard("cpu"), sgd([torch.ones(1)]), sgd([torch.ones(1)] * 2)
+    for numbers in ((NAN, 1.0), (1.0, NAN)):  # a batch is left out
+        give(other, *numbers)
+        guard.unscale_(other)
+        give(one, NAN)
+        guard.step(one)
+    guard.step(other)
+    model = [(name, each) for name, each in zip("ab", other.param_groups[0]["params"], strict=True)]
+    assert [each.name for each in guard.overflow_report(model).bad if each.name in "ab"] == ["b"]
 
 
 @PLACES

@@ -114,8 +114,21 @@ def test_a_carried_step_is_named_for_the_skip_that_it_caused_and_no_later_one(pl
     scaler.step(other)
     assert [each.name for each in scaler.overflow_report().bad] == ["optimizer 1, parameter 0"]
     marks = marks_of(scaler._ours.steps.open(carried).plan)
+    assert (marks.cause(1), marks.cause(0)) == (0, None)
     marks.forget()
-    assert marks.cause(-1) is None  # with no skip counted
+    assert marks.cause(1) is marks.cause(-1) is None  # with no skip counted
+
+
+@PLACES
+def test_a_carried_step_is_not_named_with_what_it_was_skipped_for_before(place: Place) -> None:
+    run = Run(place)
+    run.step(_0_bias=[math.inf])
+    run.give(_1_bias=[math.inf])
+    run.scaler.unscale_(run.optimizer)
+    run.scaler.update()
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    assert run.found() == [("1.bias", "Inf")]
 
 
 def test_a_carried_step_that_another_ranks_gradient_skips_is_no_fault_of_another_optimizer() -> None:
