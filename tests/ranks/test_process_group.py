@@ -66,7 +66,8 @@ def in_pairs(rank: int, kind: str, name: str, faults: Sequence[Fault], copied: s
     scaler = new_scaler(kind, process_group=_pair(rank))
     if copied == "deepcopy":
         scaler = copy.deepcopy(scaler)
-    if copied == "pickle":
+    if copied == "pickle":  # which refuses a group
+        scaler.process_group = None
         scaler = pickle.loads(pickle.dumps(scaler))
         scaler.process_group = _pair(rank)
     optimizer = new_optimizer(name, params := [plain_param(3)])

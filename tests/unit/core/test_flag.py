@@ -165,7 +165,7 @@ ON_HOST = [
     (0.0, 0.0, ITS_OWN, False, False),
     (1.0, 1.0, ITS_OWN, False, True),
     (math.nan, math.nan, ITS_OWN, False, True),
-    (1.0, 1.0, {META: torch.zeros((), device="meta")}, False, True),  # a copy of it, which need not be read
+    (1.0, 1.0, {META: torch.tensor(1.0)}, False, True),  # that of a device where all gradients are, which is read there
     (0.0, 1.0, ITS_OWN, True, True),
     (0.0, 1.0, {CPU: torch.tensor(0.0)}, True, False),
     (0.0, 0.0, {CPU: torch.tensor([2.0])}, True, True),
