@@ -388,7 +388,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
          "            return summed\n        return self._every[0]", _GUARD),
         ("if kept is None or (kept[0] != key and not (guess and kept[0][0] == peers)):", "if kept is None:", _CLIP),
         ("(kept[0] != key and not (guess and kept[0][0] == peers)):", "kept[0][0] != peers:", _CLIP),
-        ("not (guess and kept[0][0] == peers)):", "not guess):", _CLIP),
+        ("not (guess and kept[0][0] == peers)):", "not guess):"),
         ("None if model is None else weakref.ref(model), guess)", "model and 0, guess)", _CLIP),
         ("        layout.notes[\"clipping\"] = backend\n    return",
          "        if by_torch:\n            layout.notes[\"clipping\"] = backend\n    return"),

@@ -16,6 +16,7 @@ from scaler_triton.clipping.norm import Norm, backend_of, clip_batch_, norm_batc
 from scaler_triton.core import plan
 from scaler_triton.core.flag import make_flag
 from scaler_triton.core.plan import Batch, GradPlan, choose_backends, group
+from scaler_triton.core.ranks import Ranks
 from scaler_triton.kernels.abi import OVERFLOWS, SQUARES, STATUS, TOTALS
 
 # A kernel sums rows of 512 squares in fp32: their random roundings stay far below this.
@@ -37,7 +38,7 @@ def measured(batch: Batch, place: Place, weights: list[float] | None = None, sca
 
 
 def test_each_gradient_has_the_weight_of_its_parameter_whichever_batch_holds_it(monkeypatch: Any) -> None:
-    params = parameters([torch.full((3,), 2.0), torch.full((2,), 3.0).double()], "cpu")
+    params = parameters([torch.full((4,), 2.0), torch.full((4,), 3.0).double()], "cpu")
     made, scale, flag = GradPlan(params, "torch"), torch.tensor(1.0), make_flag(torch.zeros(STATUS))
     for replicas in ([2, 4], [4, 1]):  # another group, or model
         monkeypatch.setattr(norm, "replicas_in", mock.Mock(return_value=replicas))
@@ -45,7 +46,15 @@ def test_each_gradient_has_the_weight_of_its_parameter_whichever_batch_holds_it(
         look.begin(made, params, None, flag, scale)
         for batch in made.collect(params):
             look.run(batch, scale, flag)
-        assert look.totals[SQUARES].item() == 12.0 / replicas[0] + 18.0 / replicas[1]
+        assert look.totals[SQUARES].item() == 16.0 / replicas[0] + 36.0 / replicas[1]
+
+
+@pytest.mark.parametrize("guess", [False, True])
+def test_replicas_are_counted_anew_for_other_ranks(guess: bool) -> None:
+    params = parameters([torch.ones(1)], "cpu")
+    made = GradPlan(params, "torch")
+    for count in (2, 4, 4, 2):
+        assert norm.replicas_in(made, params, Ranks((), tuple(range(count))), None, guess=guess) == [count]
 
 
 @PLACES
