@@ -389,7 +389,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if kept is None or (kept[0] != key and not (guess and kept[0][0] == peers)):", "if kept is None:", _CLIP),
         ("(kept[0] != key and not (guess and kept[0][0] == peers)):", "kept[0][0] != peers:", _CLIP),
         ("not (guess and kept[0][0] == peers)):", "not guess):"),
-        ("None if model is None else weakref.ref(model), guess)", "model and 0, guess)", _CLIP),
+        ("None if model is None else weakref.ref(model), guess)", "model and 0, guess)"),
         ("        layout.notes[\"clipping\"] = backend\n    return",
          "        if by_torch:\n            layout.notes[\"clipping\"] = backend\n    return"),
         ("backend = \"torch\" if by_torch else choose", "backend = choose"),

@@ -9,7 +9,7 @@ import torch
 from batches import batch_of, number
 from helpers import DTYPES, KERNELS, PLACES, Place, assert_same, parameters, randn, sum_of_squares, wide
 from tensor_pair import Pair
-from torch import Tensor
+from torch import Tensor, nn
 
 from scaler_triton.clipping import norm
 from scaler_triton.clipping.norm import Norm, backend_of, clip_batch_, norm_batch
@@ -55,6 +55,18 @@ def test_replicas_are_counted_anew_for_other_ranks(guess: bool) -> None:
     made = GradPlan(params, "torch")
     for count in (2, 4, 4, 2):
         assert norm.replicas_in(made, params, Ranks((), tuple(range(count))), None, guess=guess) == [count]
+
+
+@pytest.mark.parametrize(("guess", "times"), [(False, 2), (True, 1)])
+def test_another_model_is_asked_for_replicas_unless_a_guess_will_do(
+    guess: bool, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, params, one, other = mock.Mock(return_value=[1]), parameters([torch.ones(1)], "cpu"), nn.ReLU(), nn.ReLU()
+    made = GradPlan(params, "torch")
+    monkeypatch.setattr(norm, "replicas_of", asked)
+    for model in (one, one, other):
+        norm.replicas_in(made, params, None, model, guess=guess)
+    assert asked.call_count == times
 
 
 @PLACES
