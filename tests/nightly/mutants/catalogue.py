@@ -316,12 +316,11 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            and self.counters is counters\n", ""),
         ("            and not (self.on_host and self.address != tracker.data_ptr())\n", ""),
         ("found_inf |= flag.item() != 0.0", "found_inf = flag.item() != 0.0"),
-        ("found_inf |= flag.item() != 0.0", "found_inf |= flag.item() > 0.0"),
+        ("found_inf |= flag.item() != 0.0", "found_inf |= flag.item() > 0.0", _REGISTRY),
         ("updater.by_kernel and not keep and all(", "updater.by_kernel and all("),
         ("flag is not None and flag.rows is updater.rows for flag", "flag is not None for flag"),
         ("        if updater.policy.held != (numbers, self.limits):\n", "        if False:\n"),
         ("            mask |= 1 << flag.row\n", "            mask = 1 << flag.row\n"),
-        ("before.by_kernel and before.rows is rows and before", "before.by_kernel and before"),
         ("self.on_host = on_host and ours.rule is None", "self.on_host = on_host", _RULE),
         # By a value.
         ("        if checked:  # as an update", "        if False:  # as an update"),
