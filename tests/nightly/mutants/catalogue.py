@@ -68,7 +68,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         # Failed.
         ("        self._enter(FAILED)  # first", "        # first"),
         ("self.loss_is_newer, self.outcome = False, None", "self.outcome = None"),
-        ("self.loss_is_newer, self.outcome = False, None", "self.loss_is_newer = False", _SCALER),
+        ("self.loss_is_newer, self.outcome = False, None", "self.loss_is_newer = False"),
         ("        if home is None:\n            return\n", ""),
         (" and not each.is_meta]", "]"),
         ("ones = {each: torch.ones(()", "ones = {each: torch.zeros(()"),
@@ -147,7 +147,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("    return outermost\n", "    return optimizer\n"),
     ],
     "scaler_triton/core/check.py": [
-        ("        peers, flag, step.outcome = None, None, None\n", "        peers, flag = None, None\n", _SCALER),
+        ("        peers, flag, step.outcome = None, None, None\n", "        peers, flag = None, None\n"),
         ("plan.is_distributed or self.sharded or group is not None:", "plan.is_distributed or self.sharded:"),
         ("plan.is_distributed or self.sharded or group is not None:", "plan.is_distributed or group is not None:"),
         ("                flag.take(override(flag))\n                flag.gather()\n",
@@ -291,7 +291,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            check_gradient(grad, f\"the gradient of parameter {index}\")\n", "            pass\n"),
     ],
     "scaler_triton/core/passes.py": [
-        ("    if filled_by and table is", "    if table is"),
         ("        if table.config == config:\n", "        if False:\n"),
         ("layout.skip_count is None else layout.skip_count()", "True else None", _MARKS),
     ],

@@ -43,6 +43,16 @@ def test_a_check_that_fails_leaves_the_flag_of_an_earlier_one(how: str) -> None:
     assert scaler.get_scale() == SCALE / 2
 
 
+def test_once_unscaled_again_an_optimizers_last_step_is_forgotten() -> None:
+    scaler, optimizer = a_scaler(), sgd([torch.ones(1)])
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.was_skipped(optimizer) is False
+    scaler.unscale_(optimizer)
+    with pytest.raises(ValueError, match="^was_skipped: this SGD was not stepped yet, or was unscaled again"):
+        scaler.was_skipped(optimizer)
+
+
 @pytest.mark.parametrize(("module", "fails"), [(Checks, "flag_for"), (torch, "ones")])
 def test_a_check_that_cannot_begin_or_end_does_not_step(module: Any, fails: str) -> None:
     scaler, optimizer = a_scaler(), sgd([torch.full((1,), 8.0)])
