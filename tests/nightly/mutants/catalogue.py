@@ -172,7 +172,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if plan is None or not plan.is_for(parameters, home):", "if plan is None:", "unit/core/plan"),
         ("if plan.peers is None or plan.peers[0] != key:", "if plan.peers is None:"),
         ("if plan.peers is None or plan.peers[0] != key:", "if True:"),
-        ("            ranks.warn_if_apart(self", "            (self", "unit/core/ranks"),
+        ("            ranks.warn_if_apart(self", "            (self"),
         ("if self.sharded and not self.needs_group and not ranks.is_in_a_group(group):", "if False:", _GUARD),
         ("        if self.sharded or group is not None:\n            return ranks.group",
          "        if group is not None:\n            return ranks.group"),

@@ -16,6 +16,7 @@ from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
 from scaler_triton.core import flag, torch_ops
 from scaler_triton.core.check import Checks
 from scaler_triton.core.look import Read
+from scaler_triton.core.ranks import Ranks
 from scaler_triton.core.step import Phase
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
@@ -154,6 +155,18 @@ def test_the_ranks_are_found_once_for_each_plan_and_process_group() -> None:
         scaler.process_group = dist.new_group([0, 1])
         scaler.step(optimizer)
     assert find.call_count == 2
+
+
+def test_optimizers_that_agree_with_other_ranks_than_each_other_are_warned_of(reductions: Any) -> None:
+    scaler, both = a_scaler(process_group=dist.group.WORLD), [sgd([torch.ones(1)]) for _ in "ab"]
+    found = [Ranks((), (0, 1)), Ranks((), (0, 2))]
+    with (
+        mock.patch.object(Checks, "find_peers", side_effect=found),
+        pytest.warns(UserWarning, match=r"are on meshes over different ranks, here \[0, 1\] and \[0, 2\]"),
+    ):
+        for optimizer in both:
+            scaler.unscale_(optimizer)
+    assert len(reductions) == 2
 
 
 # Where the flag is
