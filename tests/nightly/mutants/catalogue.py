@@ -462,7 +462,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            step.reset()\n            if (window", "            if (window", _GUARD),
         ("                window.is_judged = False\n", "                pass\n", _GUARD),
         # Others wait.
-        (" and step is not stepped]", "]", _GUARD),
         ("in (UNSCALED, FAILED) and step is not", "in (UNSCALED,) and step is not", _GUARD),
         (" and not step.notes.get(\"waits\"):", ":", _GUARD),
         ("                    observer.carried(step)\n", "                    pass\n", _GUARD),

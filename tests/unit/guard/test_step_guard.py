@@ -252,11 +252,25 @@ def test_a_check_that_failed_on_a_rank_is_counted_before_the_next_one(whose: str
     with suppress(MemoryError), fails if whose == "ours" else mock.patch.object(Ranks, "reduce_", reduce_):
         guard.unscale_(optimizer)
     if again == "update":
+        guard.step(sgd([torch.ones(1)]))
         guard.update()
     else:
         with suppress(RuntimeError):
             take_step(guard, optimizer, again)
-    assert (guard.stats().updates, guard.stats().skipped) == (1 + (again in ("unscale_", "clip")), 1)
+    assert (guard.stats().updates, guard.stats().skipped) == (1 if again == "step" else 2, 1)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_of_several_checks_that_failed_each_is_counted_before_a_streak_is_raised() -> None:
+    guard, bad, both = StepGuard("cpu", max_consecutive_skips=0), sgd([torch.tensor([NAN])]), [sgd([None]), sgd([None])]
+    for _ in range(4):  # the counters are looked at four updates later
+        guard.step(bad)
+    for optimizer in both:
+        with mock.patch.object(Checks, "take_looks", side_effect=MemoryError), pytest.raises(MemoryError):
+            guard.unscale_(optimizer)
+    with pytest.raises(SkipStreakError):
+        guard.update()
+    assert guard.stats().updates == 6
 
 
 @PLACES
