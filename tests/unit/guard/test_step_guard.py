@@ -286,6 +286,18 @@ def test_a_check_that_is_made_again_judges_one_step(place: Place) -> None:
     assert guard.state_dict()[KEY]["windows"] == [[2.0] * 3]
 
 
+def test_a_check_without_gradients_has_no_norm() -> None:
+    guard, optimizer = StepGuard("cpu", spike_sigma=3.0), sgd([None])
+    guard.unscale_(optimizer)
+    assert guard.state_dict()[KEY]["windows"] == [[]]
+
+
+def test_a_closure_by_position_is_refused() -> None:
+    """It would make gradients that nobody has checked."""
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        StepGuard("cpu").step(sgd([torch.ones(1)]), lambda: torch.ones(()))
+
+
 def test_a_fused_step_without_gradients_is_over_too_and_counts_nothing() -> None:
     guard, optimizer = StepGuard("cpu"), torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
     for _ in range(2):
