@@ -75,7 +75,7 @@ class Run:
         """End a step, and look at what it left."""
         scaler.step(optimizer)
         scaler.update()
-        self.take_looks(scaler, params_of(optimizer))
+        self.look(scaler, params_of(optimizer))
         if hasattr(optimizer, "zero_grad"):
             optimizer.zero_grad()
 
