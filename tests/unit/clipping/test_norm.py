@@ -2,18 +2,21 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from batches import batch_of, number
-from helpers import DTYPES, KERNELS, PLACES, Place, assert_same, randn, sum_of_squares, wide
+from helpers import DTYPES, KERNELS, PLACES, Place, assert_same, parameters, randn, sum_of_squares, wide
 from tensor_pair import Pair
-from torch import Tensor
+from torch import Tensor, nn
 
 from scaler_triton.clipping import norm
-from scaler_triton.clipping.norm import backend_of, clip_batch_, norm_batch
+from scaler_triton.clipping.norm import Norm, backend_of, clip_batch_, norm_batch
 from scaler_triton.core import plan
-from scaler_triton.core.plan import Batch, choose_backends, group
+from scaler_triton.core.flag import make_flag
+from scaler_triton.core.plan import Batch, GradPlan, choose_backends, group
+from scaler_triton.core.ranks import Ranks
 from scaler_triton.kernels.abi import OVERFLOWS, SQUARES, STATUS, TOTALS
 
 # A kernel sums rows of 512 squares in fp32: their random roundings stay far below this.
@@ -32,6 +35,38 @@ def measured(batch: Batch, place: Place, weights: list[float] | None = None, sca
     assert (totals.dtype, totals.shape, totals.device) == (wide(place), (TOTALS,), batch.layout.key.device)
     assert totals[OVERFLOWS:].tolist() == [flag.item(), 0.0, scale, 1 / scale]
     return totals[SQUARES].item(), flag.item()
+
+
+def test_each_gradient_has_the_weight_of_its_parameter_whichever_batch_holds_it(monkeypatch: Any) -> None:
+    params = parameters([torch.full((4,), 2.0), torch.full((4,), 3.0).double()], "cpu")
+    made, scale, flag = GradPlan(params, "torch"), torch.tensor(1.0), make_flag(torch.zeros(STATUS))
+    for replicas in ([2, 4], [4, 1]):  # another group, or model
+        monkeypatch.setattr(norm, "replicas_in", mock.Mock(return_value=replicas))
+        look = Norm(flag.device)
+        look.begin(made, params, None, flag, scale)
+        for batch in made.collect(params):
+            look.run(batch, scale, flag)
+        assert look.totals[SQUARES].item() == 16.0 / replicas[0] + 36.0 / replicas[1]
+
+
+@pytest.mark.parametrize("guess", [False, True])
+def test_replicas_are_counted_anew_for_other_ranks(guess: bool) -> None:
+    params = parameters([torch.ones(1)], "cpu")
+    made = GradPlan(params, "torch")
+    for count in (2, 4, 4, 2):
+        assert norm.replicas_in(made, params, Ranks((), tuple(range(count))), None, guess=guess) == [count]
+
+
+@pytest.mark.parametrize(("guess", "times"), [(False, 2), (True, 1)])
+def test_another_model_is_asked_for_replicas_unless_a_guess_will_do(
+    guess: bool, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, params, one, other = mock.Mock(return_value=[1]), parameters([torch.ones(1)], "cpu"), nn.ReLU(), nn.ReLU()
+    made = GradPlan(params, "torch")
+    monkeypatch.setattr(norm, "replicas_of", asked)
+    for model in (one, one, other):
+        norm.replicas_in(made, params, None, model, guess=guess)
+    assert asked.call_count == times
 
 
 @PLACES

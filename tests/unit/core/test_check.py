@@ -16,6 +16,7 @@ from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
 from scaler_triton.core import flag, torch_ops
 from scaler_triton.core.check import Checks
 from scaler_triton.core.look import Read
+from scaler_triton.core.ranks import Ranks
 from scaler_triton.core.step import Phase
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
@@ -41,6 +42,16 @@ def test_a_check_that_fails_leaves_the_flag_of_an_earlier_one(how: str) -> None:
     assert flags(scaler, optimizer) == [1.0]
     scaler.update()
     assert scaler.get_scale() == SCALE / 2
+
+
+def test_once_unscaled_again_an_optimizers_last_step_is_forgotten() -> None:
+    scaler, optimizer = a_scaler(), sgd([torch.ones(1)])
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.was_skipped(optimizer) is False
+    scaler.unscale_(optimizer)
+    with pytest.raises(ValueError, match="^was_skipped: this SGD was not stepped yet, or was unscaled again"):
+        scaler.was_skipped(optimizer)
 
 
 @pytest.mark.parametrize(("module", "fails"), [(Checks, "flag_for"), (torch, "ones")])
@@ -144,6 +155,16 @@ def test_the_ranks_are_found_once_for_each_plan_and_process_group() -> None:
         scaler.process_group = dist.new_group([0, 1])
         scaler.step(optimizer)
     assert find.call_count == 2
+
+
+def test_optimizers_that_agree_with_other_ranks_than_each_other_are_warned_of(reductions: Any) -> None:
+    scaler, both = a_scaler(process_group=dist.group.WORLD), [sgd([torch.ones(1)]) for _ in "ab"]
+    found = [Ranks((), (0, 1)), Ranks((), (0, 2))]
+    with mock.patch.object(Checks, "find_peers", side_effect=found):
+        scaler.unscale_(both[0])
+        with pytest.warns(UserWarning, match=r"are on meshes over different ranks, here \[0, 1\] and \[0, 2\]"):
+            scaler.unscale_(both[1])
+    assert len(reductions) == 2
 
 
 # Where the flag is

@@ -15,6 +15,7 @@ from step_cases import CPU, OLDER, PHASES, SCALE, Event, begin, call, optimizer_
 from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
+from scaler_triton.core.check import Checks
 from scaler_triton.core.ranks import Ranks
 from scaler_triton.core.step import Phase
 from scaler_triton.guard.spikes import Window
@@ -355,6 +356,18 @@ def test_gradients_of_a_loss_scaled_since_another_ranks_check_failed_are_checked
         assert phase_of(scaler, optimizer) == "UNSCALED"
     elif anew:
         assert values(optimizer) == [-1.0]
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_of_a_step_that_failed_before_its_check_it_is_not_known_whether_the_last_one_was_skipped() -> None:
+    scaler, optimizer = started(ShardedGradScaler, "cpu", init_scale=SCALE), optimizer_of()
+    scaler.step(optimizer)
+    scaler.update()
+    with mock.patch.object(Checks, "plan", side_effect=MemoryError), pytest.raises(MemoryError):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    assert phase_of(scaler, optimizer) == "FAILED"
+    with pytest.raises(ValueError, match="was not stepped yet, or was unscaled again"):
+        scaler.was_skipped(optimizer)
 
 
 # CARRIED

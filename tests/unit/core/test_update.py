@@ -172,6 +172,26 @@ def test_a_scale_that_is_set_counts_as_an_update_of_what_was_checked(place: Plac
     assert scales(scaler, bad="x") == [16.0]  # the second strike
 
 
+@PLACES
+def test_a_good_update_that_sets_the_scale_keeps_the_strikes(place: Place) -> None:
+    scaler = at(place, hysteresis=2)
+    for gradient in (math.inf, 1.0):
+        scaler.step(sgd([torch.tensor([gradient])], place.device))
+        scaler.update(16.0)
+    assert scales(scaler, bad="x") == [8.0]
+
+
+@PLACES
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_update_leaves_the_flag_of_a_step_that_is_carried_over_it(place: Place, fused: bool) -> None:
+    scaler, optimizer = at(place), sgd([torch.tensor([math.inf])], place.device, fused=fused)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.was_skipped(optimizer), scaler.get_scale(), scaler.stats().skipped) == (True, 16.0, 2)
+
+
 BAD_NUMBERS = [
     ("_growth_tracker", 0, TypeError, r"argument 'growth_tracker' \(position 2\) must be Tensor, not int"),
     ("_scale", 4.0, TypeError, r"argument 'input' \(position 1\) must be Tensor|must be Tensor, not float"),

@@ -252,11 +252,25 @@ def test_a_check_that_failed_on_a_rank_is_counted_before_the_next_one(whose: str
     with suppress(MemoryError), fails if whose == "ours" else mock.patch.object(Ranks, "reduce_", reduce_):
         guard.unscale_(optimizer)
     if again == "update":
+        guard.step(sgd([torch.ones(1)]))
         guard.update()
     else:
         with suppress(RuntimeError):
             take_step(guard, optimizer, again)
-    assert (guard.stats().updates, guard.stats().skipped) == (1 + (again in ("unscale_", "clip")), 1)
+    assert (guard.stats().updates, guard.stats().skipped) == (1 if again == "step" else 2, 1)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_of_several_checks_that_failed_each_is_counted_before_a_streak_is_raised() -> None:
+    guard, bad, both = StepGuard("cpu", max_consecutive_skips=0), sgd([torch.tensor([NAN])]), [sgd([None]), sgd([None])]
+    for _ in range(4):  # the counters are looked at four updates later
+        guard.step(bad)
+    for optimizer in both:
+        with mock.patch.object(Checks, "take_looks", side_effect=MemoryError), pytest.raises(MemoryError):
+            guard.unscale_(optimizer)
+    with pytest.raises(SkipStreakError):
+        guard.update()
+    assert guard.stats().updates == 6
 
 
 @PLACES
@@ -270,6 +284,18 @@ def test_a_check_that_is_made_again_judges_one_step(place: Place) -> None:
         guard.step(optimizer)
         guard.update()
     assert guard.state_dict()[KEY]["windows"] == [[2.0] * 3]
+
+
+def test_a_check_without_gradients_has_no_norm() -> None:
+    guard, optimizer = StepGuard("cpu", spike_sigma=3.0), sgd([None])
+    guard.unscale_(optimizer)
+    assert guard.state_dict()[KEY]["windows"] == [[]]
+
+
+def test_a_closure_by_position_is_refused() -> None:
+    """It would make gradients that nobody has checked."""
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        StepGuard("cpu").step(sgd([torch.ones(1)]), lambda: torch.ones(()))
 
 
 def test_a_fused_step_without_gradients_is_over_too_and_counts_nothing() -> None:
