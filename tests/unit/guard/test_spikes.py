@@ -73,7 +73,7 @@ def test_norms_have_the_same_bits_everywhere(place: Place) -> None:
 
 
 def test_on_the_cpu_no_square_root_is_torchs(monkeypatch: Any) -> None:
-    """With some instruction sets it is one bit off, where this test runs perhaps not."""
+    """That is one bit off for a few numbers, which are others on each machine."""
     run = Judge(Place("cpu", "torch"))
     monkeypatch.setattr(torch.Tensor, "sqrt", None)
     assert not run.judge(2.0)
