@@ -131,6 +131,13 @@ def test_the_flags_that_an_override_returns_count(value: float, found: float, sh
     assert flags(scaler, optimizer) == [found]
 
 
+@pytest.mark.parametrize("set_before", [0.0, 1.0])
+def test_a_flag_that_was_set_before_stays_set(set_before: float) -> None:
+    scaler, optimizer = a_scaler(), sgd([torch.ones(1)])
+    found = scaler._unscale_grads_(optimizer, torch.ones(()), torch.tensor(set_before))
+    assert found[CPU].item() == set_before
+
+
 def test_an_override_may_pass_a_flag_of_one_element_as_torchs_sharded_scaler_does() -> None:
     class Passes(GradScaler):
         def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool = True) -> Any:

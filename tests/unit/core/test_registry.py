@@ -143,6 +143,15 @@ def test_a_stage_that_other_code_writes_into_a_state_it_has_kept_is_carried() ->
     assert values(optimizer) == [-4.0]
 
 
+def test_what_new_states_of_an_assigned_mapping_hold_besides_is_of_one_update() -> None:
+    scaler, optimizers = a_scaler(), [optimizer_of() for _ in range(2)]
+    scaler._per_optimizer_states = defaultdict(lambda: {**_refresh_per_optimizer_state(), "calls": 0})
+    for optimizer, has_more in zip(optimizers, (True, False), strict=True):
+        scaler.step(optimizer)
+        assert ("calls" in states(scaler)[id(optimizer)]) is has_more
+        scaler.update()
+
+
 def test_another_scalers_states_are_copied() -> None:
     scaler, other, optimizer = a_scaler(), a_scaler(), optimizer_of()
     scaler.unscale_(optimizer)

@@ -318,6 +318,28 @@ def test_a_look_of_unscaled_gradients_that_fails_to_judge_spends_the_step() -> N
     assert phase_of(guard, optimizer) == "FAILED"
 
 
+# A stage that torch does not have
+
+
+@pytest.mark.parametrize("method", ["unscale_", "_check_inf_per_device"])
+def test_at_a_stage_of_other_codes_own_torchs_method_runs_which_asks_no_other_rank(
+    method: str, reductions: Any
+) -> None:
+    scaler, optimizer = started(ShardedGradScaler, "cpu", init_scale=SCALE), optimizer_of()
+    scaler._per_optimizer_states[id(optimizer)]["stage"] = "its own"
+    getattr(scaler, method)(optimizer)
+    assert (grads(optimizer), reductions) == ([2.0 if method == "unscale_" else 8.0], [])
+
+
+def test_a_stage_of_other_codes_own_stays_where_the_optimizer_fails() -> None:
+    scaler, optimizer = started(GradScaler, "cpu", init_scale=SCALE), optimizer_of()
+    state = scaler._per_optimizer_states[id(optimizer)]
+    state.update(stage="its own", found_inf_per_device={CPU: torch.zeros(())})
+    with pytest.raises(MemoryError):
+        step_that_fails()(scaler, optimizer)
+    assert state["stage"] == "its own"
+
+
 # Another rank
 
 

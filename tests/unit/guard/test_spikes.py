@@ -72,6 +72,13 @@ def test_norms_have_the_same_bits_everywhere(place: Place) -> None:
         assert run.window.norms()[-1] == math.sqrt(squares)
 
 
+def test_on_the_cpu_no_square_root_is_torchs(monkeypatch: Any) -> None:
+    """That is one bit off for a few numbers, which are others on each machine."""
+    run = Judge(Place("cpu", "torch"))
+    monkeypatch.setattr(torch.Tensor, "sqrt", None)
+    assert not run.judge(2.0)
+
+
 @PLACES
 def test_a_step_that_is_judged_again_replaces_its_norm(place: Place) -> None:
     run = Judge(place, length=4)
