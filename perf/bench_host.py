@@ -147,9 +147,14 @@ def fsdp2(context: Context, part: str = "under FSDP2", backend: str | None = Non
         optimizer, case = still(gradients.parameters), f"{count} DTensors"
         if backend is None:
             require_equal(case, gradients.parameters, context.device, unscale=True)
+
+        def end(scaler: Any) -> None:
+            scaler.step(optimizer)
+            scaler.update()
+
         for metric, call in {"unscale_": lambda scaler, each: scaler.unscale_(each), "unscale + clip": clip}.items():
             subjects = {
-                name: Subject(partial(call, scaler, optimizer), gradients.renew, scaler.update)
+                name: Subject(partial(call, scaler, optimizer), gradients.renew, partial(end, scaler))
                 for name, scaler in scalers(context.device, backend=backend).items()
             }
             if backend is not None:
