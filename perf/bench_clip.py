@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from perf.bench_host import clip
+from perf.bench_host import clip, end
 from perf.measure import Context, DeviceClock, Subject, host_clock, require
 from perf.rows import Place, Row
 from perf.subjects import DTYPES, SCALE, Gradients, lists, scalers, still
@@ -29,13 +29,16 @@ def measure(context: Context) -> Iterator[Row]:
         for dtype in ("fp32",) if on_gpu else ("fp32", "bf16"):  # torch has no bf16 on a GPU
             case, gradients = f"{name} {dtype}", Gradients(numels, DTYPES[dtype], context.device)
             require_right(case, gradients, context.device)
-            run = partial(clip, optimizer=still(gradients.parameters), max_norm=0.5 * norm_of(gradients.values))
-            pair = scalers(context.device)
-            subjects = {who: Subject(partial(run, pair[who]), gradients.restore, pair[who].update) for who in pair}
+            optimizer = still(gradients.parameters)
+            run = partial(clip, optimizer=optimizer, max_norm=0.5 * norm_of(gradients.values))
+            subjects = {
+                name: Subject(partial(run, scaler), gradients.restore, partial(end, scaler, optimizer))
+                for name, scaler in scalers(context.device).items()
+            }
             for part, clock in clocks.items():
                 times = context.interleaved(subjects, 1.5, clock)
                 yield from Place("clip", part, case).times("unscale + clip", times)
-            del gradients, run, subjects
+            del gradients, optimizer, run, subjects
             gc.collect()
 
 

@@ -147,14 +147,9 @@ def fsdp2(context: Context, part: str = "under FSDP2", backend: str | None = Non
         optimizer, case = still(gradients.parameters), f"{count} DTensors"
         if backend is None:
             require_equal(case, gradients.parameters, context.device, unscale=True)
-
-        def end(scaler: Any) -> None:
-            scaler.step(optimizer)
-            scaler.update()
-
         for metric, call in {"unscale_": lambda scaler, each: scaler.unscale_(each), "unscale + clip": clip}.items():
             subjects = {
-                name: Subject(partial(call, scaler, optimizer), gradients.renew, partial(end, scaler))
+                name: Subject(partial(call, scaler, optimizer), gradients.renew, partial(end, scaler, optimizer))
                 for name, scaler in scalers(context.device, backend=backend).items()
             }
             if backend is not None:
@@ -175,6 +170,12 @@ def offloaded(context: Context) -> Iterator[Row]:
         require(same, f"{count} on the CPU: other gradients than expected")
         times = context.interleaved(steps, 1.0)
         yield from Place("host", "offloaded to the CPU", f"{count} x {NUMEL}, plain").times(ALL, times)
+
+
+def end(scaler: Any, optimizer: Any) -> None:
+    """End a step that was unscaled as a training loop does."""
+    scaler.step(optimizer)
+    scaler.update()
 
 
 def clip(scaler: Any, optimizer: Any, max_norm: float = 1.0) -> Tensor:
