@@ -32,7 +32,7 @@ _OVERRIDES = "unit/core/overrides"
 _MARKS = "unit/report/marks"
 _CLIP = "unit/clipping/clip"
 _GUARD, _SPIKES, _GUARD_RANKS = "unit/guard/step_guard", "unit/guard/spikes", "fuzz/guard_ranks"
-_HEADROOM, _RULE, _HEADROOM_RANKS = "unit/measuring/headroom", "unit/measuring/headroom_rule", "ranks/headroom"
+_HEADROOM, _RULE = "unit/measuring/headroom", "unit/measuring/headroom_rule"
 _BITS = "unit/kernels/spike"  # of the kernel and of torch's ops
 
 _BY_FILE: dict[str, list[tuple[str, ...]]] = {
@@ -368,7 +368,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("    if request.chosen is None:\n        ours.begin_check", "    if True:\n        ours.begin_check", _GUARD),
         ("again=request.chosen is not None)", "again=True)", _STEP),
         ("again=request.chosen is not None)", "again=False)", _STEP),
-        ("sums_partial=True)", "sums_partial=False)", "ranks/dtensor"),
+        ("sums_partial=True)", "sums_partial=False)", "ranks/clip"),
         ("        checks.flag_is_read_later(part.step", "        (part.step", _CHECK),
         ("    except Exception:  # the other ranks wait in the norm's reduction\n        tell_others()\n",
          "    except Exception:  # the\n"),
@@ -428,7 +428,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("torch.maximum(into[LARGEST], other[LARGEST])", "other[LARGEST]"),
         ("            measure_batch(batch, row)\n", "            pass\n"),
         ("        row.zero_()[MEASURED_AT]", "        row[MEASURED_AT]", _HEADROOM),
-        ("        if not batch.is_partial:\n", "        if True:\n", _HEADROOM_RANKS),
+        ("        if not batch.is_partial:\n", "        if True:\n"),
         ("checks.dividing = [look, *checks.dividing]", "checks.dividing = [*checks.dividing, look]"),
         ("    checks.reading = [look, *checks.reading]\n", "", _HEADROOM),
         ("    checks.task, checks.n_sums, checks.n_extra = \"measuring\", PACKED,",

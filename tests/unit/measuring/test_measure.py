@@ -33,6 +33,16 @@ def test_measuring_is_numpys(dtype: torch.dtype) -> None:
 
 
 @PLACES
+def test_partial_gradients_are_not_measured(place: Place) -> None:
+    batch = batch_of([torch.tensor([8.0, 0.0])], place)
+    flag = Flag(torch.zeros(STATUS, device=place.device), extra=torch.zeros(5, device=place.device, dtype=wide(place)))
+    for is_partial, elements in ((True, 0), (False, 2)):  # of its sum a rank has only its own term
+        Measure().run(batch._replace(is_partial=is_partial), torch.ones((), device=place.device), flag)
+        assert flag.extra is not None
+        assert flag.extra[3].item() == elements
+
+
+@PLACES
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_batch_is_measured_as_it_is(place: Place, dtype: torch.dtype) -> None:
     special = torch.tensor([0.0, -math.inf, math.nan, 3.0], dtype=dtype)
