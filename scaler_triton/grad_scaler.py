@@ -66,6 +66,7 @@ from scaler_triton.report.describe import describe
 from scaler_triton.report.marks import marks_of
 from scaler_triton.report.overflow import Model, OverflowReport
 from scaler_triton.stats import ScalerStats
+from scaler_triton.watch import closures
 
 Outputs = TypeVar("Outputs")  # a tensor, or an iterable of them
 
@@ -294,22 +295,26 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
-        if "closure" in kwargs:
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        steps = self._ours.steps
+        if args or kwargs:
+            args = closures.watched(self._ours.checks, args, kwargs)
         if self._scale is None or self._growth_tracker is None:
             self._ours.require_scale(self, "step", [optimizer])
-        steps, is_fused = self._ours.steps, getattr(optimizer, "_step_supports_amp_scaling", False)
         step, updates = steps.open(optimizer), steps.updates
+        way = fused.way_of(step, optimizer) if getattr(optimizer, "_step_supports_amp_scaling", False) else ""
         if step.phase is not READY:
-            _take_up(self, step, is_fused)
+            _take_up(self, step, way)
         if step.phase is FOREIGN:
             return super().step(optimizer, *args, **kwargs)
         replaced = overrides(self)
         if step.phase is READY:
-            (_check_for_fused if is_fused else _check_for_plain)(self, step, optimizer, replaced)
+            if way:
+                _check_for_fused(self, step, optimizer, replaced, way)
+            else:
+                _check_for_plain(self, step, optimizer, replaced)
         try:
-            if is_fused:
-                result: float | None = _step_fused(self, step, optimizer, args, kwargs)
+            if way:
+                result: float | None = _step_fused(self, step, optimizer, way, args, kwargs)
             else:
                 result = _step_plain(self, step, optimizer, replaced, args, kwargs)
         except BaseException:  # whatever it has done, the step is spent
@@ -327,6 +332,7 @@ class GradScaler(torch.amp.GradScaler):
             return super()._maybe_opt_step(optimizer, step, *args, **kwargs)
         step.outcome = step.is_bad(self._ours.steps.exposed)  # hooks of the optimizer may ask for it
         if step.outcome:
+            self._ours.checks.tell_skipped(step)
             return streak.skipped(self, step)
         return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -732,9 +738,9 @@ class GradScaler(torch.amp.GradScaler):
         return clone
 
 
-def _take_up(scaler: GradScaler, step: OptimizerStep, is_fused: bool) -> None:
+def _take_up(scaler: GradScaler, step: OptimizerStep, way: str) -> None:
     """Go on with a step whose gradients were checked before; torch's error if it was taken."""
-    if not is_fused:
+    if not way:
         _refuse_capture(scaler)
     step.require_steppable()
     if step.phase is CARRIED:
@@ -778,12 +784,13 @@ def _check_for_plain(scaler: GradScaler, step: OptimizerStep, optimizer: Any, re
         _check(scaler, step, optimizer, replaced, divide=True)
 
 
-def _check_for_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, replaced: frozenset[str]) -> None:
+def _check_for_fused(
+    scaler: GradScaler, step: OptimizerStep, optimizer: Any, replaced: frozenset[str], way: str
+) -> None:
     """Check the gradients of a step whose optimizer will divide them; a guard's are unscaled: it need not."""
-    is_asked = fused.takes_scaler(step, optimizer)
-    if not is_asked and "_check_inf_per_device" in replaced:
+    if way == "attributes" and "_check_inf_per_device" in replaced:
         scaler._check_inf_per_device(optimizer)
-    elif not is_asked or hasattr(optimizer, "param_groups"):  # older containers lack them
+    elif way == "attributes" or hasattr(optimizer, "param_groups"):  # older containers lack them
         _check(scaler, step, optimizer, replaced, divide=not scaler._ours.scales)
 
 
@@ -792,7 +799,9 @@ def _step_plain(
 ) -> Any:
     """Step unless the flag, which this waits for, is set."""
     if not step["found_inf_per_device"]:
-        raise AssertionError("No inf checks were recorded for this optimizer.")
+        error = AssertionError("No inf checks were recorded for this optimizer.")
+        scaler._ours.checks.explain(error, optimizer)
+        raise error
     if step.phase is FAILED:
         step.outcome = FAILED
         return None
@@ -810,7 +819,7 @@ def _step_by_override(scaler: GradScaler, step: OptimizerStep, optimizer: Any, a
     return result
 
 
-def _step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: Any, kwargs: Any) -> Any:
+def _step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, way: str, args: Any, kwargs: Any) -> Any:
     """Step an optimizer that divides and skips by itself; nothing waits."""
     if step.phase is FAILED:
         fused.remove_scale(optimizer, step.owner())
@@ -818,7 +827,7 @@ def _step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, args: A
         return None
     if step.steps_taken & streak.LOOKS == streak.LOOKS:
         streak.look(scaler)
-    if fused.takes_scaler(step, optimizer):
+    if way == "argument":
         return fused.step_by_argument(scaler, step, optimizer, args, kwargs)
     ours, scale = scaler._ours, scaler._get_scale_async()
     updater = ours.updates.updater

@@ -21,6 +21,7 @@ from scaler_triton.core.update import Counters, Updates
 from scaler_triton.measuring.headroom import HeadroomRule
 from scaler_triton.report.marks import Marking
 from scaler_triton.report.overflow import Models
+from scaler_triton.watch.watch import Watch
 
 if TYPE_CHECKING:
     from scaler_triton.grad_scaler import GradScaler
@@ -37,7 +38,7 @@ class Parts:
         self.counters = Counters()
         self.checks = Checks(self.counters, sharded=sharded)
         self.steps: Steps = self.checks.steps
-        self.checks.observers.append(Marking(self.counters))
+        self.checks.observers += [Marking(self.counters), Watch(self.checks, divides=self.scales)]
         self.updates = Updates(self.counters, self.checks)
         self.headroom: HeadroomRule | None = None  # None: torch's rule
         self.scale_copy = HostCopy()  # for `metrics`

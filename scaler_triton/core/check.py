@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from scaler_triton.core import failures, ranks
+from scaler_triton.core import failures, gradients, ranks
 from scaler_triton.core.dispatch import Task, is_captured, is_capturing, usual_backend
 from scaler_triton.core.flag import Flag, FlagRows, Flags, as_flag
 from scaler_triton.core.look import Divide, Look, Read
 from scaler_triton.core.message import agree, write
+from scaler_triton.core.observer import Meeting
 from scaler_triton.core.plan import Batch, GradPlan
 from scaler_triton.core.registry import Steps
-from scaler_triton.core.step import FLAGS
+from scaler_triton.core.step import CARRIED, FLAGS, UNSCALED, parameters_of
 
 if TYPE_CHECKING:
     from scaler_triton.core.observer import Observer
@@ -94,6 +96,7 @@ class Checks:
             message = None if peers is None else write([flag], looks, scale)
         except BaseException as error:
             failures.fail(self, step, optimizer, scale.device, group, peers, flag, tell=isinstance(error, Exception))
+            self.explain(error, optimizer)
             raise
         try:
             if peers is not None or self.n_sums is not None:
@@ -108,8 +111,15 @@ class Checks:
             raise
 
     def looks_for(self, step: OptimizerStep, scale: Tensor, divide: bool) -> Sequence[Look]:
-        """Return the looks of a check."""
-        return self.dividing if divide else self.reading
+        """Return the looks of a check; gradients that were divided before an update are not divided again."""
+        if divide and not (step.phase is CARRIED and self.are_divided(step)):
+            return self.dividing
+        return self.reading
+
+    def are_divided(self, step: OptimizerStep) -> bool:
+        """Return whether nobody has written a CARRIED step's gradients since they were divided."""
+        owner = step.owner()
+        return owner is not None and gradients.is_unwritten(parameters_of(owner), step.notes.get("divided", ()))
 
     def take_looks(
         self,
@@ -130,12 +140,32 @@ class Checks:
                 look.begin(plan, parameters, peers, flag, scale)
         allow_fp16, summed = self.allow_fp16 or not divide, sums_partial or self.sums_partial
         batches = plan.collect(parameters, allow_fp16=allow_fp16, summed=summed)
+        if plan.is_new:
+            divides = divide and looks is not self.reading
+            self.tell_met(Meeting(step, plan, parameters, scale, flag, divides))
         for batch in batches:
             for look in looks:
                 look.run(batch, scale, flag)
         if flag.gather():
             self.tell_found(step, batches)
         return batches
+
+    def tell_met(self, meeting: Meeting) -> None:
+        """Tell the observers that a check has met gradients of new forms."""
+        meeting.plan.is_new = False
+        for observer in self.observers:
+            observer.met(meeting)
+
+    def tell_skipped(self, step: OptimizerStep) -> None:
+        """Tell the observers that a plain optimizer's step was skipped."""
+        for observer in self.observers:
+            observer.skipped(step)
+
+    def explain(self, error: BaseException, optimizer: Any) -> None:
+        """Have the observers add to an error what they know of its cause."""
+        for observer in self.observers:
+            with suppress(Exception):  # the error itself is more important
+                observer.raising(error, optimizer)
 
     def tell_found(self, step: OptimizerStep, batches: Sequence[Batch]) -> None:
         """Tell the observers that a check has found a gradient that is not finite."""
@@ -230,6 +260,9 @@ class Checks:
         """Return the steps that the update which comes now carries over."""
         carried = self.steps.carried_over(captured)
         for step in carried:
+            if step.phase is not CARRIED:
+                owner = step.owner() if step.phase is UNSCALED else None
+                step.notes["divided"] = () if owner is None else gradients.state_of(parameters_of(owner))
             for observer in self.observers:
                 observer.carried(step)
         return carried

@@ -22,6 +22,7 @@ from scaler_triton.core.dispatch import stacklevel
 from scaler_triton.core.flag import any_flag
 from scaler_triton.core.step import UNSCALED, OptimizerStep
 
+CLAIM = "_step_supports_amp_scaling"  # what an optimizer has that divides and skips by itself
 _CPU = torch.device("cpu")
 _torchs: Any = sys.modules["torch.optim.optimizer"]  # `torch.optim.optimizer` is shadowed
 
@@ -77,15 +78,22 @@ def step_by_argument(scaler: Any, step: OptimizerStep, optimizer: Any, args: Any
     return result
 
 
-def takes_scaler(step: OptimizerStep, optimizer: Any) -> bool:
-    """Return whether the optimizer's `step` takes the scaler as an argument, as older ones do."""
+def way_of(step: OptimizerStep, optimizer: Any) -> str:
+    """Return how an optimizer that claims to be fused gets scale and flag; "" if only one inside it is, which is hidden.
+
+    "attributes": it reads `grad_scale` and `found_inf`. "argument": older ones are given the scaler.
+    """
     function = getattr(optimizer.step, "__func__", optimizer.step)
-    seen_function, takes_it = step.notes.get("function", (_nothing, False))
+    seen_function, way = step.notes.get("function", (_nothing, ""))
     if seen_function() is not function:
-        takes_it = "grad_scaler" in inspect.signature(function).parameters
+        is_its_own = CLAIM in getattr(optimizer, "__dict__", {}) or hasattr(type(optimizer), CLAIM)
+        if not is_its_own and step.owner() is optimizer:
+            way = ""
+        else:
+            way = "argument" if "grad_scaler" in inspect.signature(function).parameters else "attributes"
         with suppress(TypeError):  # no weak references to it: it is inspected in each step
-            step.notes["function"] = weakref.ref(function), takes_it  # it may hold the optimizer
-    return bool(takes_it)
+            step.notes["function"] = weakref.ref(function), way  # it may hold the optimizer
+    return str(way)
 
 
 def _nothing() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,25 @@ def reduce_(parameters: Iterable[Tensor]) -> None:
             grad = parameter.grad
             if grad is not None and (whole := reduced(grad)) is not grad:
                 parameter.grad = whole
+
+
+def state_of(parameters: Iterable[Tensor]) -> list[tuple[Any, int]]:
+    """Return for each gradient what changes when somebody writes or replaces it; None has no version."""
+    grads = [parameter.grad for parameter in parameters]
+    return [(_nothing, -1) if grad is None else (weakref.ref(grad), local_tensor(grad)._version) for grad in grads]
+
+
+def is_unwritten(parameters: Sequence[Tensor], state: Sequence[tuple[Any, int]]) -> bool:
+    """Return whether nobody has written or replaced a gradient since `state_of` returned this."""
+    grads = [parameter.grad for parameter in parameters]
+    return len(grads) == len(state) and all(
+        grad is known() and (grad is None or local_tensor(grad)._version == version)
+        for grad, (known, version) in zip(grads, state, strict=True)
+    )
+
+
+def _nothing() -> None:
+    """Stand for a gradient that is missing."""
 
 
 def is_dtensor(tensor: object) -> bool:

@@ -106,6 +106,7 @@ class GradPlan:
         # What other modules compute from the parameters, each with what it was computed from.
         self.peers: tuple[Any, Ranks | None] | None = None  # the ranks that must agree
         self.notes: dict[str, Any] = {}  # what rooms keep with it
+        self.is_new = True  # whether a check is still to tell the observers what gradients it has met
         # Devices where kernels have served sparse or Partial gradients, whose layouts are made anew in each step.
         self.irregular: set[torch.device] = set()
         self.dtensors = [index for index, each in enumerate(parameters) if gradients.is_dtensor(each)]
@@ -215,7 +216,9 @@ class GradPlan:
         changed: dict[int, Tensor] = {}
         for index, grad in new.items():
             form = self._forms[index]
-            grads[index] = grad = grad.detach() if grad.requires_grad else grad
+            if grad.requires_grad:
+                grads[index] = grad = grad.detach()
+                self.is_new = True
             if form is None or grad.layout is not torch.strided or _form(grad) != form:
                 changed[index] = grads[index] = local_tensor(grad)
         for index, grad in changed.items():  # all before any is replaced
@@ -279,6 +282,7 @@ class GradPlan:
 
     def _build_layouts(self, forms: list[_Form | None], parameters: Sequence[Tensor]) -> None:
         """Build a layout for each LayoutKey, with a slot for each form; change nothing if this raises."""
+        self.is_new = True
         devices = dict.fromkeys(parameter.device for parameter in parameters)
         slots = [(index, form.key, form.shape.numel()) for index, form in enumerate(forms) if form is not None]
         self.layouts: list[Layout] = _layouts_of(slots)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -31,7 +32,7 @@ class Steps(dict[Any, Any]):
     """The steps of a scaler's optimizers, by the ids of these and of their wrappers: `_per_optimizer_states`."""
 
     __slots__ = (
-        "__weakref__", "exposed", "new_state", "of_scaler", "replayed", "scaled", "unfinished", "updates",
+        "__weakref__", "exposed", "new_state", "of_scaler", "on_scale", "replayed", "scaled", "unfinished", "updates",
     )  # fmt: skip
 
     def __init__(self, of_scaler: object = None) -> None:
@@ -39,6 +40,7 @@ class Steps(dict[Any, Any]):
         self.unfinished = False  # whether a step may be CARRIED, UNSCALED or FAILED: `scale` and `update` must look
         self.exposed = False  # whether other code has seen the steps: it may write flags at any time
         self.replayed = False  # whether graphs may write gradients without a call of `scale`
+        self.on_scale: Callable[[], None] | None = None  # called, if `unfinished`, for a loss that begins no new step
         self.updates = 0  # calls of `close`
         self.scaled = False  # set by a compiled `scale`, which cannot call `loss_scaled`: the next `open` does
         self.new_state: Callable[[], Mapping[str, Any]] = dict  # of an assigned mapping: what a new step also holds
@@ -75,6 +77,9 @@ class Steps(dict[Any, Any]):
 
     def loss_scaled(self) -> None:
         """Begin each step anew that is CARRIED or FAILED; the gradients of an UNSCALED one may be of another loss."""
+        if self.on_scale is not None:
+            self.on_scale()
+            return
         for step in self.all():
             if step["stage"] is not step.phase.stage:
                 step.adopt()
@@ -207,17 +212,25 @@ def _has_no_owner(state: Any) -> bool:
 
 
 def unwrap(optimizer: Any) -> Any:
-    """Return the optimizer inside wrappers that keep it as `.optimizer` and share its `param_groups`."""
+    """Return the optimizer inside wrappers that share its `param_groups`, whatever attribute keeps it."""
     outermost = optimizer
     for _ in range(32):  # more are taken for a cycle
-        try:
-            inner = getattr(optimizer, "optimizer", None)
-            if inner is None or inner is optimizer or not _same_groups(inner.param_groups, optimizer.param_groups):
-                return optimizer
-        except Exception:  # an unrelated property
+        inner = _kept_in(optimizer)
+        if inner is None:
             return optimizer
         optimizer = inner
     return outermost
+
+
+def _kept_in(wrapper: Any) -> Any:
+    """Return the optimizer that a wrapper keeps, None if it is no wrapper."""
+    with suppress(Exception):  # an unrelated property
+        kept = [getattr(wrapper, "optimizer", None), *getattr(wrapper, "__dict__", {}).values()]
+        for each in kept:
+            is_other = hasattr(each, "param_groups") and each is not wrapper
+            if is_other and _same_groups(each.param_groups, wrapper.param_groups):
+                return each
+    return None
 
 
 def _same_groups(groups: Any, others: Any) -> bool:

@@ -15,7 +15,7 @@ import scaler_triton
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, KERNELS = ROOT / "scaler_triton", ROOT / "kernels"
-ROOMS = ("clipping", "guard", "measuring", "report")
+ROOMS = ("clipping", "guard", "measuring", "report", "watch")
 CORE = {f"scaler_triton.{path.stem}": path for path in PACKAGE.glob("*.py") if path.stem != "patching"}
 CORE |= {
     f"scaler_triton.{room}.{path.stem}": path for room in ("core", *ROOMS) for path in (PACKAGE / room).glob("*.py")
