@@ -50,12 +50,12 @@ class GuardParts(Parts):
             window = step.notes["window"] = self.guard.new_window(scale.device, self.checks.requested)
         return window
 
-    def let_others_wait(self, stepped: OptimizerStep) -> None:
+    def let_others_wait(self) -> None:
         """Before an update, which may count a skip, note which checks were made before it."""
         steps = self.steps
         if not steps.unfinished:
             return
-        waiting = [step for step in steps.all() if step.phase in (UNSCALED, FAILED) and step is not stepped]
+        waiting = [step for step in steps.all() if step.phase in (UNSCALED, FAILED)]
         for step in waiting:
             if step.phase is UNSCALED and not step.notes.get("waits"):
                 for observer in self.checks.observers:

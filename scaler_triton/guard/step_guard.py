@@ -265,7 +265,7 @@ def _end(guard: StepGuard, step: OptimizerStep) -> None:
     ours = guard._ours
     try:
         if step.phase in (STEPPED, FAILED) and step["found_inf_per_device"]:
-            ours.let_others_wait(step)
+            ours.let_others_wait()
             scale, captured = guard._scale, is_captured(guard._scale)
             numbers = guard._growth_factor, guard._backoff_factor, guard._growth_interval
             ours.updates.by_flags(scale, guard._growth_tracker, [step], numbers, captured=captured)

@@ -432,7 +432,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("self.checks.n_sums, self.checks.sums_partial = 0, True", "self.checks.sums_partial = True", _GUARD),
         ("scale.device, guess=True)]", "scale.device)]", _CLIP),
         # Others wait.
-        ("in (UNSCALED, FAILED) and step is not", "in (UNSCALED,) and step is not", _GUARD),
+        ("step.phase in (UNSCALED, FAILED)]", "step.phase in (UNSCALED,)]", _GUARD),
         (" and not step.notes.get(\"waits\"):", ":", _GUARD),
         ("                    observer.carried(step)\n", "                    pass\n", _GUARD),
         ("                step.notes[\"waits\"] = True\n", "", _GUARD),
@@ -458,7 +458,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         # A step ends.
         ("if step.phase in (STEPPED, FAILED) and step", "if step.phase in (STEPPED,) and step"),
         ("in (STEPPED, FAILED) and step[\"found_inf_per_device\"]:", "in (STEPPED, FAILED):"),
-        ("            ours.let_others_wait(step)\n", "", _MARKS),
+        ("            ours.let_others_wait()\n", "", _MARKS),
         ("max_consecutive_skips is not None and not captured:", "max_consecutive_skips is not None:", "gpu/guard"),
         ("                ours.streaks.raise_if_too_long(scale, guard.get_scale, guard.overflow_report)\n",
          "                pass\n"),
