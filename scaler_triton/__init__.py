@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from scaler_triton import ops
     from scaler_triton.auditing.running import audit
     from scaler_triton.core.update import SkipStreakError
+    from scaler_triton.core.warning import ScalerWarning
     from scaler_triton.grad_scaler import GradScaler
     from scaler_triton.guard.step_guard import StepGuard
     from scaler_triton.integrations.accelerate import use_scaler_triton, use_step_guard
@@ -19,6 +20,7 @@ __version__ = "0.2.0"
 __all__ = [
     "GradScaler",
     "ScalerStats",
+    "ScalerWarning",
     "ShardedGradScaler",
     "SkipStreakError",
     "StepGuard",
@@ -37,6 +39,7 @@ __all__ = [
 _HOMES = {
     "GradScaler": "grad_scaler",
     "ScalerStats": "stats",
+    "ScalerWarning": "core.warning",
     "ShardedGradScaler": "sharded",
     "SkipStreakError": "core.update",
     "StepGuard": "guard.step_guard",

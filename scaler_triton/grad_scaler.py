@@ -27,8 +27,8 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from typing import Any, Self, TypeVar
 
@@ -52,8 +52,8 @@ from scaler_triton.core.flag import Flag, Flags, any_flag, make_flag
 from scaler_triton.core.overrides import overrides, own
 from scaler_triton.core.passes import check_batch, unscale_batch_
 from scaler_triton.core.registry import Steps
-from scaler_triton.core.step import CARRIED, FAILED, FOREIGN, READY, STEPPED, UNSCALED, OptimizerStep
-from scaler_triton.core.torch_ops import inverse
+from scaler_triton.core.step import CARRIED, FAILED, FOREIGN, READY, STEPPED, UNSCALED, OptimizerStep, parameters_of
+from scaler_triton.core.torch_ops import inverse, wide_dtype
 from scaler_triton.core.update import LaggingCounters
 from scaler_triton.kernels.abi import CAP, MAX_SCALE, STATUS
 from scaler_triton.measuring.headroom import Headroom, HeadroomRule, read_headroom
@@ -61,10 +61,10 @@ from scaler_triton.measuring.measure import is_measuring, measure_in
 from scaler_triton.parts import Parts
 from scaler_triton.policy import HEADROOM, KEY, NO_LIMITS, WINDOWS, Limits
 from scaler_triton.report import overflow as report
-from scaler_triton.report import streak
 from scaler_triton.report.describe import describe
 from scaler_triton.report.marks import marks_of
 from scaler_triton.report.overflow import Model, OverflowReport
+from scaler_triton.report.streak import LOOKS
 from scaler_triton.stats import ScalerStats
 from scaler_triton.watch import closures
 
@@ -227,7 +227,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         if self._scale is None or self._growth_tracker is None:
-            self._ours.require_scale(self, "unscale_", [optimizer])
+            _require_scale(self, "unscale_", [optimizer])
         step = self._ours.steps.open(optimizer)
         if step.phase is FOREIGN:
             super().unscale_(optimizer)
@@ -274,7 +274,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises: as `unscale_`; ValueError or TypeError naming an illegal argument.
         """
-        return clip.clip_grad_norm_(self, optimizers, max_norm, norm_type, error_if_nonfinite, model, parameters)
+        request = clip.checked_request(optimizers, max_norm, norm_type, error_if_nonfinite, model, parameters)
+        return clip_as_requested(self, request)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Call `optimizer.step(*args, **kwargs)` unless a gradient overflowed on any rank that must agree.
@@ -299,7 +300,7 @@ class GradScaler(torch.amp.GradScaler):
         if args or kwargs:
             args = closures.watched(self._ours.checks, args, kwargs)
         if self._scale is None or self._growth_tracker is None:
-            self._ours.require_scale(self, "step", [optimizer])
+            _require_scale(self, "step", [optimizer])
         step, updates = steps.open(optimizer), steps.updates
         way = fused.way_of(step, optimizer) if getattr(optimizer, "_step_supports_amp_scaling", False) else ""
         if step.phase is not READY:
@@ -332,8 +333,8 @@ class GradScaler(torch.amp.GradScaler):
             return super()._maybe_opt_step(optimizer, step, *args, **kwargs)
         step.outcome = step.is_bad(self._ours.steps.exposed)  # hooks of the optimizer may ask for it
         if step.outcome:
-            self._ours.checks.tell_skipped(step)
-            return streak.skipped(self, step)
+            self._ours.checks.tell_skipped(step, self._scale)
+            return None
         return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -371,7 +372,7 @@ class GradScaler(torch.amp.GradScaler):
             ours.updates.by_flags(scale, tracker, checked, numbers, captured=captured, keep=bool(carried))
         ours.steps.close(carried)
         if ours.updates.limits.max_consecutive_skips is not None and not captured and new_scale is None:
-            streak.raise_if_too_long(self)
+            ours.streaks.raise_if_too_long(scale)
 
     def stats(self, *, wait: bool = True) -> ScalerStats:
         """Return what the updates have done so far, including replayed ones; all 0 on a disabled scaler.
@@ -416,7 +417,7 @@ class GradScaler(torch.amp.GradScaler):
         ours = self._ours
         stats = ScalerStats.of(ours.counters.newest())
         known = {"skip_share": stats.skipped / max(1, stats.updates), "skipped_in_a_row": stats.consecutive_skips}
-        known |= asdict(stats) | ours.newest(self)
+        known |= asdict(stats) | ours.newest(self._get_scale_async(), self._init_scale)
         names = ours.logged_names(["updates", "skipped", "skip_share", "skipped_in_a_row", "spikes"], known)
         if is_measuring(ours.checks):
             known |= asdict(self.headroom(wait=False))
@@ -583,7 +584,7 @@ class GradScaler(torch.amp.GradScaler):
         if ours.headroom is not None:
             ours.headroom.restore(*remembered)
         ours.steps.reset()  # what was checked or stepped before does not count in the loaded run
-        streak.forget(self)
+        ours.streaks.forget(ours.steps.all())
         for step in ours.steps.all():
             if step.plan is not None:
                 marks_of(step.plan).forget()  # they refer to another run's skips
@@ -662,7 +663,7 @@ class GradScaler(torch.amp.GradScaler):
         phase, flag, flags = step.phase, step.flag, step["found_inf_per_device"]
         try:
             if self._scale is None or self._growth_tracker is None:
-                self._ours.require_scale(self, "_check_inf_per_device", [optimizer])
+                _require_scale(self, "_check_inf_per_device", [optimizer])
             is_final = phase in (STEPPED, FAILED) or (phase is UNSCALED and (flag is None or flag.is_final))
             if not (flags and (is_final or _have_peers(self, step, optimizer))):
                 measured = None if flag is None or flag.extra is None or phase is READY else flag.extra.clone()
@@ -680,7 +681,12 @@ class GradScaler(torch.amp.GradScaler):
         return self._per_optimizer_states.open(optimizer)["found_inf_per_device"]
 
     def __repr__(self) -> str:
-        return describe(self)
+        name, device = type(self).__name__, getattr(self, "_device", None)
+        if device is None:
+            return f"{name}(no __init__ has run)"
+        if not self._enabled:
+            return f"{name}({device}, disabled)"
+        return f"{name}({describe(self._ours, device, self._get_scale_async(), self._init_scale)})"
 
     def __getstate__(self) -> dict[str, Any]:
         steps = self._ours.steps.all() if self._enabled else []
@@ -736,6 +742,55 @@ class GradScaler(torch.amp.GradScaler):
         clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         vars(clone)["process_group"] = self.process_group
         return clone
+
+
+def clip_as_requested(scaler: GradScaler, request: clip.Request) -> Tensor:
+    """Clip by one reduction with the check where that is possible; it is then so on all ranks."""
+    ours, group = scaler._ours, scaler.process_group
+    if not scaler._enabled:
+        return clip.clip_unscaled_(request, group, ours.checks.sharded)
+    # Gradients are squared before they are divided by the scale, which in fp32 would overflow too early.
+    squares_fit = not ours.scales or wide_dtype(torch.device(scaler._device)) is torch.float64
+    is_ours = overrides(scaler).isdisjoint(("unscale_", "_unscale_grads_"))
+    kind: Callable[..., clip.Clip] = functools.partial(clip.ClipAfterUnscaling, scaler.unscale_)
+    if request.is_of_all_by_squares() and is_ours and squares_fit:
+        kind = clip.ClipAtOnce
+    if scaler._scale is None or scaler._growth_tracker is None:
+        several = request.optimizers
+        _require_scale(scaler, "clip_grad_norm_", several, lambda: kind(ours, scaler._scale, group, request).fail())
+    return kind(ours, scaler._scale, group, request).run()
+
+
+def _require_scale(
+    scaler: GradScaler, name: str, optimizers: Sequence[Any], tell_others: Callable[[], None] | None = None
+) -> None:
+    """Raise torch's error for a method that was called before `scale`, and tell the other ranks; make a guard's."""
+    ours, group = scaler._ours, scaler.process_group
+    try:
+        if ours.scales:
+            scaler._check_scale_growth_tracker(name)
+        _make_scale(scaler, optimizers)
+    except Exception:
+        with suppress(Exception):  # the first error is more important
+            if failures.ranks_that_wait(ours.checks, optimizers, group) is not None:
+                _make_scale(scaler, optimizers)  # the others have one, and what comes later must be the same
+                (tell_others or functools.partial(_fail_early, scaler, optimizers[0]))()
+        raise
+
+
+def _make_scale(scaler: GradScaler, optimizers: Sequence[Any]) -> None:
+    """Make the scale where that of these optimizers belongs."""
+    devices = [each.device for each in parameters_of(*optimizers) if isinstance(each, Tensor)]
+    home = next((each for each in devices if each.type == scaler._device), torch.device(scaler._device))
+    scaler._lazy_init_scale_growth_tracker(home)
+
+
+def _fail_early(scaler: GradScaler, optimizer: Any) -> None:
+    """Tell the other ranks of an error that came before the check."""
+    checks, scale = scaler._ours.checks, scaler._scale
+    step = checks.steps.open(optimizer)
+    checks.looks_for(step, scale, divide=True)  # which may prepare something, on every rank
+    failures.fail(checks, step, optimizer, scale.device, scaler.process_group)
 
 
 def _take_up(scaler: GradScaler, step: OptimizerStep, way: str) -> None:
@@ -825,8 +880,8 @@ def _step_fused(scaler: GradScaler, step: OptimizerStep, optimizer: Any, way: st
         fused.remove_scale(optimizer, step.owner())
         step.outcome = FAILED
         return None
-    if step.steps_taken & streak.LOOKS == streak.LOOKS:
-        streak.look(scaler)
+    if step.steps_taken & LOOKS == LOOKS:
+        scaler._ours.streaks.look(scaler._scale)
     if way == "argument":
         return fused.step_by_argument(scaler, step, optimizer, args, kwargs)
     ours, scale = scaler._ours, scaler._get_scale_async()

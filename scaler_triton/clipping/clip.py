@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,10 +29,8 @@ from scaler_triton.clipping.replicas import replicas_of
 from scaler_triton.core import failures, gradients
 from scaler_triton.core.dispatch import stacklevel
 from scaler_triton.core.flag import any_flag
-from scaler_triton.core.look import Look
 from scaler_triton.core.memory import fp32_on
 from scaler_triton.core.message import read_sums, tell_failure, write
-from scaler_triton.core.overrides import overrides
 from scaler_triton.core.plan import Batch, GradPlan
 from scaler_triton.core.ranks import Ranks, group_ranks, mesh_ranks, several_ranks
 from scaler_triton.core.registry import unwrap
@@ -42,7 +39,7 @@ from scaler_triton.core.torch_ops import wide_dtype, wide_on
 from scaler_triton.kernels.abi import FAILURE, OVERFLOWS
 
 if TYPE_CHECKING:
-    from scaler_triton.grad_scaler import GradScaler
+    from scaler_triton.parts import Parts
 
 _UNSCALES_TOO = (
     " clip_grad_norm_ already unscales: call only one of them per step. If you leave a step out, call update() before "
@@ -57,7 +54,6 @@ _FOREIGN = (
     "an optimizer whose stage is {!r}, which is not torch's, cannot be clipped here: call unscale_, then "
     "torch.nn.utils.clip_grad_norm_"
 )
-_UNSCALING = ("unscale_", "_unscale_grads_")  # methods that subclasses may override
 _FAILURE = 2.0**20  # what a rank that failed adds to the number of set flags
 # torch's message.
 _NONFINITE = (
@@ -69,42 +65,38 @@ _NONFINITE = (
 class Request(NamedTuple):
     """The checked arguments of `clip_grad_norm_`."""
 
+    optimizers: list[Any]
     max_norm: float
     norm_type: float
     error_if_nonfinite: bool
+    model: nn.Module | None
     chosen: set[int] | None  # the ids of the parameters to be clipped; None: all
-    at_once: bool  # whether the pass that checks also gives the norm, in one reduction; equal on all ranks
+
+    def is_of_all_by_squares(self) -> bool:
+        """Return whether the norm is the 2-norm of all gradients."""
+        return self.chosen is None and self.norm_type == 2.0
+
+    def refusal(self) -> RuntimeError:
+        """Return torch's error for a norm that is NaN or infinite."""
+        return RuntimeError(_NONFINITE.format(self.norm_type))
 
 
-def clip_grad_norm_(
-    scaler: GradScaler,
+def checked_request(
     optimizers: Any,
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
     model: nn.Module | None,
     parameters: Iterable[Tensor] | Tensor | None,
-) -> Tensor:
-    """Do the work of `GradScaler.clip_grad_norm_`."""
-    optimizers = _checked_optimizers(optimizers)
-    chosen = None if parameters is None else _chosen_ids(parameters, optimizers)
+) -> Request:
+    """Return the arguments of `clip_grad_norm_`; raise if one is illegal."""
+    several = _checked_optimizers(optimizers)
+    chosen = None if parameters is None else _chosen_ids(parameters, several)
     bound = policy.check_number("max_norm", max_norm)
     order = policy.check_number("norm_type", math.inf if str(norm_type) == "inf" else norm_type)
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {type(model).__name__}")
-    is_ours = overrides(scaler).isdisjoint(_UNSCALING)
-    at_once = chosen is None and order == 2.0 and is_ours and _squares_fit(scaler)
-    request = Request(bound, order, error_if_nonfinite, chosen, at_once)
-    clip = _clip_scaled if scaler._enabled else _clip_unscaled
-    norm, refused = clip(scaler, optimizers, request, model)
-    if refused:
-        raise RuntimeError(_NONFINITE.format(order))
-    return norm
-
-
-def _squares_fit(scaler: GradScaler) -> bool:
-    """Return whether gradients may be squared before they are unscaled: in fp32 that would overflow too early."""
-    return not (scaler._enabled and scaler._ours.scales) or wide_dtype(torch.device(scaler._device)) is torch.float64
+    return Request(several, bound, order, error_if_nonfinite, model, chosen)
 
 
 @dataclass(slots=True)
@@ -117,192 +109,230 @@ class _Part:
     parameters: Sequence[Tensor]
     replicas: Sequence[int]  # how many ranks hold each parameter's shard
     flag: Any = None
+    scale: Any = None  # by which its gradients are still to be divided
     batches: Sequence[Batch] = ()
 
 
-def _clip_scaled(
-    scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None
-) -> tuple[Tensor, bool]:
-    """Unscale and clip; return the norm, and whether it must raise, so that nothing was clipped."""
-    tell_others = partial(_fail_together, scaler, optimizers, request)
-    parts, peers = _open(scaler, optimizers, request, model, tell_others)
-    checks, scale = scaler._ours.checks, scaler._scale
-    try:
-        if request.at_once:
-            looks = scaler._ours.looks_with_norm(parts[0].step, scale, model)
-            for part in parts:
-                part.step.outcome = None
-                part.flag = checks.flag_for(part.step, scale)
-                given = part.plan, part.parameters, part.step, scale, part.flag, peers
-                part.batches = checks.take_looks(looks, *given, sums_partial=True)
-            message = None if peers is None else write([part.flag for part in parts], looks, scale)
-        else:
-            read = _unscale_and_read(scaler, parts, request)
-    except Exception:  # the other ranks wait in the norm's reduction
-        tell_others()
-        raise
-    try:
-        if request.at_once:
-            norm, refused = _clip_at_once(scaler, parts, looks, message, peers, request)
-        else:
-            norm, bad, refused = _clip_by_terms_(read, peers, request)
-            for part in parts if len(parts) > 1 or peers is not None else ():
-                _take_flag(scaler, part, bad, peers)
-    except BaseException:  # gradients are half written
-        for part in parts:
-            failures.spend(checks, part.step, scale.device)
-        raise
-    finally:
-        for part in parts if len(parts) > 1 else ():
-            part.step.notes["clipped"] = [each.step for each in parts]
-    checks.steps.unfinished = True
-    return norm, refused
+class Clip:
+    """One call of `clip_grad_norm_`: `read` what gives the norm, then `write` the clipped gradients.
 
+    Args:
+        ours: the scaler's.
+        scale: one element; read.
+        group: as of a check.
+        request: what is asked for.
+    """
 
-def _open(
-    scaler: GradScaler,
-    optimizers: list[Any],
-    request: Request,
-    model: nn.Module | None,
-    tell_others: Callable[[], None],
-) -> tuple[list[_Part], Ranks | None]:
-    """Return the steps to be clipped, and the ranks that share their norm; an error is told to these."""
-    ours = scaler._ours
-    if scaler._scale is None or scaler._growth_tracker is None:
-        ours.require_scale(scaler, "clip_grad_norm_", optimizers, tell_others)
-    checks = ours.checks
-    steps = [checks.steps.open(each) for each in optimizers]
-    if request.chosen is None:
-        ours.begin_check(scaler, steps)
-    for step in steps:
-        if step.phase is FOREIGN:
-            raise RuntimeError(_FOREIGN.format(step["stage"]))
-        step.require_unscalable(_UNSCALES_TOO, _LATE, again=request.chosen is not None)
-    try:
+    def __init__(self, ours: Parts, scale: Tensor, group: Any, request: Request) -> None:
+        self.ours, self.checks, self.scale, self.group, self.request = ours, ours.checks, scale, group, request
+        self.parts: list[_Part] = []
+        self.peers: Ranks | None = None  # that share the norm
+
+    def run(self) -> Tensor:
+        """Unscale and clip; return the norm."""
+        self._open()
+        try:
+            self.read()
+        except Exception:  # the other ranks wait in the norm's reduction
+            self.fail()
+            raise
+        try:
+            norm, refused = self.write()
+        except BaseException:  # gradients are half written
+            for part in self.parts:
+                failures.spend(self.checks, part.step, self.scale.device)
+            raise
+        finally:
+            for part in self.parts if len(self.parts) > 1 else ():
+                part.step.notes["clipped"] = [each.step for each in self.parts]
+        if refused:
+            raise self.request.refusal()
+        return norm
+
+    def read(self) -> None:
+        """Do all that may fail on one rank alone, while it can still tell the others."""
+        raise NotImplementedError
+
+    def write(self) -> tuple[Tensor, bool]:
+        """Clip by the norm over all ranks; return it, and whether it must raise, so that nothing was clipped."""
+        raise NotImplementedError
+
+    def fail(self) -> None:
+        """After an error skip the steps, and join the reductions of checks and norm in which the other ranks wait."""
+        checks, chosen, optimizers = self.checks, self.request.chosen, self.request.optimizers
+        peers = failures.ranks_that_wait(checks, optimizers, self.group)
+        if peers is None:
+            return
+        steps = [checks.steps.open(each) for each in optimizers]
+        with suppress(Exception):  # here and below: the caller is raising already, and the others wait
+            for step in steps:
+                checks.looks_for(step, self.scale, divide=True)
+        with suppress(Exception):
+            self.fail_checks(steps)
+        with suppress(Exception):
+            gradients.reduce_(each for each in parameters_of(*optimizers) if chosen is None or id(each) in chosen)
+        with suppress(Exception):
+            for step in steps:
+                failures.spend(checks, step, self.scale.device)
+        with suppress(Exception):
+            self.tell_failure(peers)
+
+    def fail_checks(self, steps: Sequence[OptimizerStep]) -> None:
+        """Join the reductions of checks that come before that of the norm."""
+
+    def tell_failure(self, peers: Ranks) -> None:
+        """Join the reduction of the norm."""
+        raise NotImplementedError
+
+    def _open(self) -> None:
+        """Find the steps to be clipped, and the ranks that share their norm; an error is told to these."""
+        checks, request, home = self.checks, self.request, self.scale.device
+        steps = [checks.steps.open(each) for each in request.optimizers]
         for step in steps:
-            checks.looks_for(step, scaler._scale, divide=True)  # which may prepare something, on every rank
-        home = scaler._scale.device
-        planned = [checks.plan(step, each, home) for step, each in zip(steps, optimizers, strict=True)]
-        plans, parameters = zip(*planned, strict=True)
-        peers = checks.peers_of(plans[0], parameters_of(*optimizers), scaler.process_group, *plans[1:])
-        replicas = [replicas_in(plan, held, peers, model) for plan, held in planned]
-    except ValueError:  # a wrong argument raises on all ranks
-        raise
-    except Exception:
-        tell_others()
-        raise
-    return list(map(_Part, optimizers, steps, plans, parameters, replicas)), peers
+            if step.phase is FOREIGN:
+                raise RuntimeError(_FOREIGN.format(step["stage"]))
+            step.require_unscalable(_UNSCALES_TOO, _LATE, again=request.chosen is not None)
+        try:
+            for step in steps:
+                checks.looks_for(step, self.scale, divide=True)  # which may prepare something, on every rank
+            planned = [checks.plan(step, each, home) for step, each in zip(steps, request.optimizers, strict=True)]
+            plans, parameters = zip(*planned, strict=True)
+            self.peers = checks.peers_of(plans[0], parameters_of(*request.optimizers), self.group, *plans[1:])
+            replicas = [replicas_in(plan, held, self.peers, request.model) for plan, held in planned]
+        except ValueError:  # a wrong argument raises on all ranks
+            raise
+        except Exception:
+            self.fail()
+            raise
+        self.parts = list(map(_Part, request.optimizers, steps, plans, parameters, replicas))
 
 
-def _clip_at_once(
-    scaler: GradScaler,
-    parts: list[_Part],
-    looks: Sequence[Look],
-    message: Tensor | None,
-    peers: Ranks | None,
-    request: Request,
-) -> tuple[Tensor, bool]:
-    """Clip by the 2-norm of the pass that checked, of which `message` is; return as `_clip_scaled` does."""
-    scale, checks, group = scaler._scale, scaler._ours.checks, scaler.process_group
-    flags = [part.flag for part in parts]
-    checks.agree(flags, looks, message, peers)
-    totals = looks[-1].totals
-    assert totals is not None
-    refused = request.error_if_nonfinite and not math.isfinite(torch_ops.norm_of(totals).item())
-    for part in parts:
-        if peers is not None:
-            if refused:
+class ClipAtOnce(Clip):
+    """The 2-norm of all gradients, which the pass that checks them also gives: it takes one reduction."""
+
+    def read(self) -> None:
+        """Check all gradients, and sum their squares."""
+        looks = self.ours.looks_with_norm(self.parts[0].step, self.scale, self.request.model)
+        for part in self.parts:
+            part.step.outcome = None
+            part.flag = self.checks.flag_for(part.step, self.scale)
+            part.scale = torch.ones_like(self.scale) if self.checks.are_divided(part.step) else self.scale
+            given = part.plan, part.parameters, part.step, part.scale, part.flag, self.peers
+            part.batches = self.checks.take_looks(looks, *given, sums_partial=True)
+        self._looks = looks
+        self._message = None if self.peers is None else write([part.flag for part in self.parts], looks, self.scale)
+
+    def write(self) -> tuple[Tensor, bool]:
+        """Unscale and clip in one pass."""
+        parts, peers, checks, group = self.parts, self.peers, self.checks, self.group
+        checks.agree([part.flag for part in parts], self._looks, self._message, peers)
+        totals = self._looks[-1].totals
+        assert totals is not None
+        refused = self.request.error_if_nonfinite and not math.isfinite(torch_ops.norm_of(totals).item())
+        for part in parts:
+            if peers is not None:
+                if refused:
+                    read_sums(part.flag, totals)
+            elif len(parts) > 1 and checks.has_flag(part.flag, peers, group):
+                part.flag.share(totals[OVERFLOWS])
+        if refused:
+            totals[OVERFLOWS] = 1.0  # nothing is clipped then
+        size = 0 if refused or peers is None else len(peers.ranks)
+        norm: Tensor | None = None
+        for part in parts:
+            unwritten = part.flag.status if size else None  # until a kernel computes it from the totals, or `read_sums`
+            for batch in part.batches:
+                device = batch.layout.device
+                here = device == totals.device
+                local = totals if here else wide_on(device, totals, non_blocking=device.type != "cpu")
+                number = fp32_on(device, part.scale)
+                status = unwritten if here else None
+                got, wrote = passes.clip_batch_(batch, number, local, self.request.max_norm, status, size)
+                norm, unwritten = got if here else norm, None if wrote else unwritten
+            if unwritten is not None:
                 read_sums(part.flag, totals)
-        elif len(parts) > 1 and checks.has_flag(part.flag, peers, group):
-            part.flag.share(totals[OVERFLOWS])
-    if refused:
-        totals[OVERFLOWS] = 1.0  # nothing is clipped then
-    size = 0 if refused or peers is None else len(peers.ranks)
-    norm: Tensor | None = None
-    for part in parts:
-        unwritten = part.flag.status if size else None  # until a kernel computes it from the totals, or `read_sums`
-        for batch in part.batches:
-            device = batch.layout.device
-            here = device == totals.device
-            local = totals if here else wide_on(device, totals, non_blocking=device.type != "cpu")
-            number = fp32_on(device, scale)
-            status = unwritten if here else None
-            got, wrote = passes.clip_batch_(batch, number, local, request.max_norm, status, size)
-            norm, unwritten = got if here else norm, None if wrote else unwritten
-        if unwritten is not None:
-            read_sums(part.flag, totals)
-        flags_of_step = checks.flags_for(part.flag, part.plan, peers, group, summed=True)
-        part.step.accept(part.flag, flags_of_step, divided=True)
-        checks.flag_is_read_later(part.step, part.optimizer)
-    return torch_ops.norm_of(totals) if norm is None else norm, refused
+            flags_of_step = checks.flags_for(part.flag, part.plan, peers, group, summed=True)
+            part.step.accept(part.flag, flags_of_step, divided=True)
+            checks.flag_is_read_later(part.step, part.optimizer)
+        return torch_ops.norm_of(totals) if norm is None else norm, refused
+
+    def tell_failure(self, peers: Ranks) -> None:
+        """Join the reduction of the norm."""
+        tell_failure(peers, self.scale.device, self.checks.n_sums or 0)
 
 
-def _unscale_and_read(scaler: GradScaler, parts: list[_Part], request: Request) -> tuple[list[Tensor], Tensor]:
-    """Unscale the optimizers one by one, then return the `_terms_of` the chosen gradients."""
-    ready = [part for part in parts if part.step.phase in (READY, CARRIED)]
-    for part in ready:  # every gradient is validated before the first is written
-        part.plan.collect(part.parameters, allow_fp16=scaler._ours.checks.allow_fp16)
-    for part in ready:
-        scaler.unscale_(part.optimizer)
-    flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), scaler._scale.device)
-    parameters = parameters_of(*(part.optimizer for part in parts))
-    return _terms_of(parameters, chain(*(part.replicas for part in parts)), flag, request)
+class ClipAfterUnscaling(Clip):
+    """Any norm, perhaps that of some parameters only: optimizers are unscaled one by one, then comes the norm.
+
+    Args:
+        unscale_: the scaler's method, which a subclass may replace.
+    """
+
+    def __init__(self, unscale_: Callable[[Any], None], *given: Any) -> None:
+        super().__init__(*given)
+        self._unscale_ = unscale_
+
+    def read(self) -> None:
+        """Unscale the optimizers, then find the `_terms_of` the chosen gradients."""
+        parts, device = self.parts, self.scale.device
+        ready = [part for part in parts if part.step.phase in (READY, CARRIED)]
+        for part in ready:  # every gradient is validated before the first is written
+            part.plan.collect(part.parameters, allow_fp16=self.checks.allow_fp16)
+        for part in ready:
+            self._unscale_(part.optimizer)
+        flag = any_flag((f for part in parts for f in part.step["found_inf_per_device"].values()), device)
+        replicas = chain(*(part.replicas for part in parts))
+        self._terms = _terms_of(parameters_of(*self.request.optimizers), replicas, flag, self.request)
+
+    def write(self) -> tuple[Tensor, bool]:
+        """Clip, and share the flags where there are several."""
+        norm, bad, refused = _clip_by_terms_(self._terms, self.peers, self.request)
+        for part in self.parts if len(self.parts) > 1 or self.peers is not None else ():
+            self._take_flag(part, bad)
+        return norm, refused
+
+    def _take_flag(self, part: _Part, bad: Tensor) -> None:
+        """Replace an optimizer's flag on every device by that of all of them, which is set if `bad` is not 0."""
+        step, checks = part.step, self.checks
+        flag, flags = step.own_flag() if checks.steps.exposed else step.flag, step["found_inf_per_device"]
+        if flag is not None and checks.has_flag(flag, self.peers, self.group):
+            flag.share(bad)
+            flag.status[FAILURE].clamp_(min=bad >= _FAILURE)
+            shared = checks.flags_for(flag, part.plan, self.peers, self.group, summed=True)
+        else:
+            shared = {device: (bad != 0).float().to(device, copy=True) for device in flags}
+        step["found_inf_per_device"] = shared
+
+    def fail_checks(self, steps: Sequence[OptimizerStep]) -> None:
+        """Join the reductions of the checks that are still to come."""
+        for step, optimizer in zip(steps, self.request.optimizers, strict=True):
+            if step.phase in (READY, CARRIED):
+                failures.fail(self.checks, step, optimizer, self.scale.device, self.group)
+
+    def tell_failure(self, peers: Ranks) -> None:
+        """Join the reduction of the norm."""
+        device = self.scale.device
+        values = torch.tensor([0.0, 1.0, _FAILURE], dtype=wide_dtype(device), device=device)
+        peers.reduce_(values, "MAX" if self.request.norm_type == math.inf else "SUM")
 
 
-def _clip_unscaled(
-    scaler: GradScaler, optimizers: list[Any], request: Request, model: nn.Module | None
-) -> tuple[Tensor, bool]:
-    """Clip as torch does, for a disabled scaler; if it is sharded, or ranks hold shards, over all ranks."""
-    group, parameters = scaler.process_group, parameters_of(*optimizers)
-    shared = scaler._ours.checks.sharded or group is not None or any(map(gradients.is_fsdp1, parameters))
+def clip_unscaled_(request: Request, group: Any, sharded: bool) -> Tensor:
+    """Clip as torch does, for a disabled scaler; if it is `sharded`, or ranks hold shards, over all ranks."""
+    parameters = parameters_of(*request.optimizers)
+    shared = sharded or group is not None or any(map(gradients.is_fsdp1, parameters))
     across_ranks = shared and several_ranks()
     # torch's norm is right only if this rank holds whole gradients.
     if not across_ranks and all(each is None for each in map(gradients.dtensor_spec, parameters)):
         clipped = [p for p in parameters if request.chosen is None or id(p) in request.chosen]
         options = request.max_norm, request.norm_type, request.error_if_nonfinite
-        return torch.nn.utils.clip_grad_norm_(clipped, *options), False
+        return torch.nn.utils.clip_grad_norm_(clipped, *options)
     peers = group_ranks(parameters, group) if across_ranks or group is not None else mesh_ranks(parameters)
     flag = torch.zeros((), dtype=torch.float32, device=parameters[0].device if parameters else "cpu")
-    read = _terms_of(parameters, replicas_of(parameters, peers, model), flag, request)
+    read = _terms_of(parameters, replicas_of(parameters, peers, request.model), flag, request)
     norm, _, refused = _clip_by_terms_(read, peers, request)
-    return norm, refused
-
-
-def _take_flag(scaler: GradScaler, part: _Part, bad: Tensor, peers: Ranks | None) -> None:
-    """Replace an optimizer's flag on every device by that of all that are clipped together, set if `bad` is not 0."""
-    step, checks, group = part.step, scaler._ours.checks, scaler.process_group
-    flag, flags = step.own_flag() if checks.steps.exposed else step.flag, step["found_inf_per_device"]
-    if flag is not None and checks.has_flag(flag, peers, group):
-        flag.share(bad)
-        flag.status[FAILURE].clamp_(min=bad >= _FAILURE)
-        step["found_inf_per_device"] = checks.flags_for(flag, part.plan, peers, group, summed=True)
-    else:
-        step["found_inf_per_device"] = {device: (bad != 0).float().to(device, copy=True) for device in flags}
-
-
-def _fail_together(scaler: GradScaler, optimizers: list[Any], request: Request) -> None:
-    """After an error skip the steps, and join the reductions of checks and norm in which the other ranks wait."""
-    ours, checks, group = scaler._ours, scaler._ours.checks, scaler.process_group
-    peers = ours.ranks_that_wait(scaler, optimizers)
-    if peers is None:
-        return
-    steps, device = [checks.steps.open(each) for each in optimizers], scaler._scale.device
-    with suppress(Exception):  # here and below: the caller is raising already, and the others wait
-        for step, optimizer in zip(steps, optimizers, strict=True):
-            if not request.at_once and step.phase in (READY, CARRIED):
-                failures.fail(checks, step, optimizer, device, group)
-    with suppress(Exception):
-        chosen = request.chosen
-        gradients.reduce_(each for each in parameters_of(*optimizers) if chosen is None or id(each) in chosen)
-    with suppress(Exception):
-        for step in steps:
-            failures.spend(checks, step, device)
-    with suppress(Exception):
-        if request.at_once:
-            tell_failure(peers, device, checks.n_sums or 0)
-        else:
-            values = torch.tensor([0.0, 1.0, _FAILURE], dtype=wide_dtype(device), device=device)
-            peers.reduce_(values, "MAX" if request.norm_type == math.inf else "SUM")
+    if refused:
+        raise request.refusal()
+    return norm
 
 
 @torch.no_grad()

@@ -112,13 +112,11 @@ class Checks:
 
     def looks_for(self, step: OptimizerStep, scale: Tensor, divide: bool) -> Sequence[Look]:
         """Return the looks of a check; gradients that were divided before an update are not divided again."""
-        if divide and not (step.phase is CARRIED and self.are_divided(step)):
-            return self.dividing
-        return self.reading
+        return self.dividing if divide and not self.are_divided(step) else self.reading
 
     def are_divided(self, step: OptimizerStep) -> bool:
-        """Return whether nobody has written a CARRIED step's gradients since they were divided."""
-        owner = step.owner()
+        """Return whether a step is CARRIED, and nobody has written its gradients since they were divided."""
+        owner = step.owner() if step.phase is CARRIED else None
         return owner is not None and gradients.is_unwritten(parameters_of(owner), step.notes.get("divided", ()))
 
     def take_looks(
@@ -156,10 +154,10 @@ class Checks:
         for observer in self.observers:
             observer.met(meeting)
 
-    def tell_skipped(self, step: OptimizerStep) -> None:
+    def tell_skipped(self, step: OptimizerStep, scale: Tensor) -> None:
         """Tell the observers that a plain optimizer's step was skipped."""
         for observer in self.observers:
-            observer.skipped(step)
+            observer.skipped(step, scale)
 
     def explain(self, error: BaseException, optimizer: Any) -> None:
         """Have the observers add to an error what they know of its cause."""

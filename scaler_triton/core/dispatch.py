@@ -186,10 +186,11 @@ def sync_allowed(device: torch.device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def stacklevel() -> int:
-    """Return the `stacklevel` with which a warning names the innermost line outside this package."""
+def stacklevel(*packages: str) -> int:
+    """Return the `stacklevel` with which a warning names the innermost line outside this package, or these."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "scaler_triton":
+    inside = packages or ("scaler_triton",)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in inside:
         level, frame = level + 1, frame.f_back
     return level
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ def fail(
         peers: the ranks that wait, if they are known by now.
         flag: that of the check, if there is one by now.
     """
-    waiting = (peers or ranks_that_wait(checks, optimizer, group)) if tell else None
+    waiting = (peers or ranks_that_wait(checks, [optimizer], group)) if tell else None
     try:
         if waiting is not None or (flag is not None and flag.written):
             spend(checks, step, device)
@@ -52,10 +53,10 @@ def fail(
             tell_failure(waiting, device, checks.n_sums)
 
 
-def ranks_that_wait(checks: Checks, optimizer: Any, group: Any) -> Ranks | None:
-    """Return the ranks that wait for this one in the reduction of an optimizer, None if there are none."""
+def ranks_that_wait(checks: Checks, optimizers: Sequence[Any], group: Any) -> Ranks | None:
+    """Return the ranks that wait for this one in the reduction of these optimizers, None if there are none."""
     with suppress(Exception):  # such as an illegal process_group, which fails on every rank
-        return checks.find_peers(parameters_of(optimizer), group)
+        return checks.find_peers(parameters_of(*optimizers), group)
     return None
 
 

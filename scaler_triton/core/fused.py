@@ -79,9 +79,10 @@ def step_by_argument(scaler: Any, step: OptimizerStep, optimizer: Any, args: Any
 
 
 def way_of(step: OptimizerStep, optimizer: Any) -> str:
-    """Return how an optimizer that claims to be fused gets scale and flag; "" if only one inside it is, which is hidden.
+    """Return how an optimizer that claims to be fused gets scale and flag; "": not at all, as the claim is not its own.
 
-    "attributes": it reads `grad_scale` and `found_inf`. "argument": older ones are given the scaler.
+    "attributes": it reads `grad_scale` and `found_inf`. "argument": older ones are given the scaler. A wrapper may
+    forward the claim of an optimizer that is hidden in it.
     """
     function = getattr(optimizer.step, "__func__", optimizer.step)
     seen_function, way = step.notes.get("function", (_nothing, ""))

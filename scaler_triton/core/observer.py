@@ -33,8 +33,8 @@ class Observer:
     def met(self, meeting: Meeting) -> None:
         """A check has met gradients of new forms, or a new optimizer's, and has not written any of them yet."""
 
-    def skipped(self, step: OptimizerStep) -> None:
-        """A plain optimizer's step was skipped."""
+    def skipped(self, step: OptimizerStep, scale: Tensor) -> None:
+        """A plain optimizer's step is skipped; `scale` has one element."""
 
     def raising(self, error: BaseException, optimizer: Any) -> None:
         """An error of torch's is about to be raised; `error.add_note` may say more. What this raises is dropped."""

@@ -56,7 +56,7 @@ def table_of(batch: Batch, mode: str, *, filled_by: str = "") -> GradTable:
     table = layout.tables.get(mode)
     if table is None:
         table = layout.tables[mode] = _new_table(layout, mode)
-    if filled_by and table is layout.tables.get(filled_by):
+    if table is layout.tables.get(filled_by):
         return table
     if present is batch.tensors:
         table.set_addresses(map(Tensor.data_ptr, present))

@@ -48,13 +48,14 @@ class OptimizerStep(dict[str, Any]):
     |----------|----------------|----------------------|-------|---------|------------------|-------------------|
     | READY    | UNSCALED       | checks, STEPPED      |       | READY   | READY (1)        | FAILED            |
     | UNSCALED | raises         | STEPPED by its flag  | (2)   | CARRIED |                  | FAILED            |
-    | CARRIED  | UNSCALED       | STEPPED by its flag  | READY | CARRIED | CARRIED (1)      | FAILED            |
+    | CARRIED  | UNSCALED (3)   | STEPPED by its flag  | READY | CARRIED | CARRIED (1)      | FAILED            |
     | FAILED   | raises         | skips, STEPPED       | READY | CARRIED |                  |                   |
     | STEPPED  | raises         | raises               |       | READY   |                  |                   |
 
     (1) FAILED if gradients had been written, if other ranks were told of the error, or if the reduction failed.
     (2) `loss_is_newer`: the gradients may be another loss's. `update` makes it READY, and so does the next call if the
         flag tells that another rank's check failed, as that rank is READY, too.
+    (3) Divided again only if somebody has written a gradient since the update: see `Checks.are_divided`.
 
     Other code may write "stage": the phase follows at the next `scale`, or when the step is next looked up. With one
     that torch does not have, the step is FOREIGN until `update`.

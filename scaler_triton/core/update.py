@@ -178,7 +178,7 @@ class _Updater:
     def _launch(self, ours: Updates) -> Any:
         """Return the kernel's launch where all flags are the scaler's own; a new scale or tracker changes nothing."""
         before, rows = ours.updater, self.rows
-        if before is not None and before.by_kernel and before.rows is rows and before.counters is self.counters:
+        if before is not None and before.by_kernel and before.counters is self.counters:
             return before.launch
         options = {} if ours.rule is None else ours.rule.launch_options(rows.extra)
         tensors = rows.status, rows.last_flags, self.policy.memory, self.counters

@@ -11,14 +11,18 @@ class ScalerWarning(UserWarning):
     """What a scaler has noticed and cannot mend; the text begins with a code, such as "[ST03]"."""
 
 
-def warn_once(warned: set[str], code: str, text: str) -> None:
-    """Warn, unless one of this code, or of this text if there are several, was `warned` of before.
+def warn(code: str, text: str) -> None:
+    """Warn, naming the innermost line that is neither the package's nor torch's.
 
     Args:
-        warned: the scaler's codes and texts so far; written.
         code: such as "ST03".
         text: what was seen, why it trains wrongly, and what to write instead.
     """
+    warnings.warn(f"[{code}] {text}", ScalerWarning, stacklevel=stacklevel("scaler_triton", "torch"))
+
+
+def warn_once(warned: set[str], code: str, text: str) -> None:
+    """Warn, unless that code was `warned` of before by this scaler."""
     if code not in warned:
         warned.add(code)
-        warnings.warn(f"[{code}] {text}", ScalerWarning, stacklevel=stacklevel())
+        warn(code, text)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from scaler_triton.core.dispatch import is_captured
 from scaler_triton.core.look import Look, Read
-from scaler_triton.core.step import FAILED, STEPPED, UNSCALED, OptimizerStep
-from scaler_triton.core.update import SkipStreakError
+from scaler_triton.core.step import FAILED, UNSCALED, OptimizerStep
 from scaler_triton.guard.spikes import Guard, Spike, Window
-from scaler_triton.parts import LookAt, Parts, home_of
-from scaler_triton.report import streak
-
-if TYPE_CHECKING:
-    from scaler_triton.grad_scaler import GradScaler
+from scaler_triton.parts import LookAt, Parts
 
 
 class GuardParts(Parts):
@@ -56,59 +50,12 @@ class GuardParts(Parts):
             window = step.notes["window"] = self.guard.new_window(scale.device, self.checks.requested)
         return window
 
-    def make_scale(self, scaler: GradScaler, name: str, optimizers: Sequence[Any]) -> None:
-        """Make the scale, which is 1."""
-        scaler._lazy_init_scale_growth_tracker(home_of(scaler, optimizers))
-
-    def begin_check(self, scaler: GradScaler, steps: Sequence[OptimizerStep]) -> None:
-        """Begin anew: nothing was written, so a check that was made before may be made again.
-
-        A step is counted if its check failed on this rank or another, as that one's step may have been called.
-        """
-        try:
-            self.end_failed(scaler, steps)
-        finally:
-            for step in steps:
-                step.reset()
-                step.notes.pop("waits", None)
-
-    def end_failed(self, scaler: GradScaler, steps: Sequence[OptimizerStep]) -> None:
-        """Count the steps whose check failed, on this rank or on another."""
-        error: SkipStreakError | None = None
-        for step in steps:
-            try:
-                if step.peer_has_failed():
-                    step.fail(None)
-                if step.phase is FAILED:
-                    self.end(scaler, step)
-            except (
-                SkipStreakError
-            ) as streak_error:  # raised after the last one: other ranks may have counted some before
-                error = streak_error
-        if error is not None:
-            raise error
-
-    def end(self, scaler: GradScaler, step: OptimizerStep) -> None:
-        """Count a step that was taken, skipped or spent, and begin the next one; those of others may be checked."""
-        try:
-            if step.phase in (STEPPED, FAILED) and step["found_inf_per_device"]:
-                self._let_others_wait(step)
-                scale, captured = scaler._scale, is_captured(scaler._scale)
-                numbers = scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
-                self.updates.by_flags(scale, scaler._growth_tracker, [step], numbers, captured=captured)
-                if self.updates.limits.max_consecutive_skips is not None and not captured:
-                    streak.raise_if_too_long(scaler)
-        finally:
-            step.reset()
-            if (window := step.notes.get("window")) is not None:
-                window.is_judged = False
-
-    def _let_others_wait(self, stepped: OptimizerStep) -> None:
+    def let_others_wait(self) -> None:
         """Before an update, which may count a skip, note which checks were made before it."""
         steps = self.steps
         if not steps.unfinished:
             return
-        waiting = [step for step in steps.all() if step.phase in (UNSCALED, FAILED) and step is not stepped]
+        waiting = [step for step in steps.all() if step.phase in (UNSCALED, FAILED)]
         for step in waiting:
             if step.phase is UNSCALED and not step.notes.get("waits"):
                 for observer in self.checks.observers:
@@ -116,14 +63,14 @@ class GuardParts(Parts):
                 step.notes["waits"] = True
         steps.unfinished = bool(waiting)
 
-    def described(self, scaler: GradScaler, look: LookAt) -> tuple[list[str], bool]:
+    def described(self, scale: Any, init_scale: float, look: LookAt) -> tuple[list[str], bool]:
         """Return what `repr` says of the norms, and whether it is of now."""
         if self.guard.sigma is None:
             return ["no spike_sigma"], True
         looked = [look(window.copy, window.memory) for window in self.guard.windows()]
         return self.guard.described(), all(looked)
 
-    def newest(self, scaler: GradScaler) -> dict[str, float]:
+    def newest(self, scale: Any, init_scale: float) -> dict[str, float]:
         """Return the last norms and their limits, as far as they are on the host."""
         return self.guard.newest()
 

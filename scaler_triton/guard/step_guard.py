@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.cuda.amp import common
 
 from scaler_triton import policy
-from scaler_triton.core.dispatch import skip_tracing, stacklevel
+from scaler_triton.clipping.clip import checked_request
+from scaler_triton.core.dispatch import is_captured, skip_tracing, stacklevel
 from scaler_triton.core.overrides import own
-from scaler_triton.grad_scaler import GradScaler, Outputs
+from scaler_triton.core.step import FAILED, STEPPED, OptimizerStep
+from scaler_triton.core.update import SkipStreakError
+from scaler_triton.grad_scaler import GradScaler, Outputs, clip_as_requested
 from scaler_triton.guard.parts import GuardParts
 from scaler_triton.guard.spikes import Guard
 from scaler_triton.measuring.headroom import Headroom
@@ -121,8 +125,27 @@ class StepGuard(GradScaler):
         Args and raises: as `GradScaler.unscale_`, but it may be repeated, and come before any `scale`.
         """
         if self._enabled:
-            self._ours.begin_check(self, [self._ours.steps.open(optimizer)])
+            _begin_anew(self, [optimizer])
         super().unscale_(optimizer)
+
+    def clip_grad_norm_(
+        self,
+        optimizers: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        model: nn.Module | None = None,
+        parameters: Iterable[Tensor] | Tensor | None = None,
+    ) -> Tensor:
+        """Check the optimizers' gradients, and scale them down to a global norm of at most `max_norm`.
+
+        Args, returns and raises: as `GradScaler.clip_grad_norm_`, but it may be repeated, and come before any `scale`.
+        """
+        request = checked_request(optimizers, max_norm, norm_type, error_if_nonfinite, model, parameters)
+        if self._enabled and request.chosen is None:
+            _begin_anew(self, request.optimizers)
+        return clip_as_requested(self, request)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Call `optimizer.step(*args, **kwargs)` unless its gradients are bad on any rank; check them if need be.
@@ -144,7 +167,7 @@ class StepGuard(GradScaler):
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
-            self._ours.end(self, self._ours.steps.open(optimizer))
+            _end(self, self._ours.steps.open(optimizer))
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Count checks that failed and were not followed by a step; else do nothing, as each step ends with an update.
@@ -159,7 +182,7 @@ class StepGuard(GradScaler):
         if new_scale is not None and policy.check_number("scale", new_scale, "new_scale") != 1.0:
             raise ValueError(f"new_scale must be 1.0, which a StepGuard's scale always is, got {new_scale!r}")
         if self._ours.steps.unfinished:
-            self._ours.end_failed(self, self._ours.steps.all())
+            _end_failed(self, self._ours.steps.all())
 
     def set_limits(self, **changes: Any) -> None:
         """Change `max_consecutive_skips`, from the next update on; TypeError for another name."""
@@ -206,6 +229,52 @@ class StepGuard(GradScaler):
         if self._scale is None or self._growth_tracker is None:  # torch's message asks for `scale`
             raise AssertionError(f"No inf checks were recorded prior to {funcname}.")
         return self._scale, self._growth_tracker
+
+
+def _begin_anew(guard: StepGuard, optimizers: Sequence[Any]) -> None:
+    """Begin the steps of these optimizers: nothing was written, so a check that was made before may be made again.
+
+    A step is counted if its check failed on this rank or another, as that one's step may have been called.
+    """
+    steps = [guard._ours.steps.open(each) for each in optimizers]
+    try:
+        _end_failed(guard, steps)
+    finally:
+        for step in steps:
+            step.reset()
+            step.notes.pop("waits", None)
+
+
+def _end_failed(guard: StepGuard, steps: Sequence[OptimizerStep]) -> None:
+    """Count the steps whose check failed, on this rank or on another."""
+    error: SkipStreakError | None = None
+    for step in steps:
+        try:
+            if step.peer_has_failed():
+                step.fail(None)
+            if step.phase is FAILED:
+                _end(guard, step)
+        except SkipStreakError as of_step:  # raised after the last one: other ranks may have counted some before
+            error = of_step
+    if error is not None:
+        raise error
+
+
+def _end(guard: StepGuard, step: OptimizerStep) -> None:
+    """Count a step that was taken, skipped or spent, and begin the next one; those of others may be checked."""
+    ours = guard._ours
+    try:
+        if step.phase in (STEPPED, FAILED) and step["found_inf_per_device"]:
+            ours.let_others_wait()
+            scale, captured = guard._scale, is_captured(guard._scale)
+            numbers = guard._growth_factor, guard._backoff_factor, guard._growth_interval
+            ours.updates.by_flags(scale, guard._growth_tracker, [step], numbers, captured=captured)
+            if ours.updates.limits.max_consecutive_skips is not None and not captured:
+                ours.streaks.raise_if_too_long(scale)
+    finally:
+        step.reset()
+        if (window := step.notes.get("window")) is not None:
+            window.is_judged = False
 
 
 own(StepGuard)

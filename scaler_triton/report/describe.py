@@ -20,27 +20,26 @@ from scaler_triton.text import count_of
 
 if TYPE_CHECKING:
     from scaler_triton.core.update import Counters
-    from scaler_triton.grad_scaler import GradScaler
+    from scaler_triton.parts import Parts
 
 LOOK = 1e-3  # seconds
 _BEHIND = "newer numbers are on their way"
 
 
-def describe(scaler: GradScaler) -> str:
-    """Return such as "GradScaler(cuda, triton; scale 65536; 120 updates, 2 skipped, the last at 39)"."""
-    name, device = type(scaler).__name__, getattr(scaler, "_device", None)
-    if device is None:
-        return f"{name}(no __init__ has run)"
-    if not scaler._enabled:
-        return f"{name}({device}, disabled)"
-    ours, end = scaler._ours, time.monotonic() + LOOK
-    parts = [f"{device}, {backend_so_far(device, ours.checks.requested)}"]
-    known, is_new = ours.described(scaler, lambda copy, source: _look(copy, source, end))
-    parts += known
+def describe(ours: Parts, device: str, scale: Any, init_scale: float) -> str:
+    """Return such as "cuda, triton; scale 65536; 120 updates, 2 skipped, the last at 39".
+
+    Args:
+        ours: the scaler's.
+        device: the type of the scale's device.
+        scale, init_scale: the scale, and what it is said to be as long as that is None, or not known on the host.
+    """
+    end = time.monotonic() + LOOK
+    known, is_new = ours.described(scale, init_scale, lambda copy, source: _look(copy, source, end))
     counters = ours.counters
     is_new &= isinstance(counters.values, list) or _look(counters.copy, counters.values, end)
-    parts += [_counted(counters), *([] if is_new else [_BEHIND])]
-    return f"{name}({'; '.join(parts)})"
+    backend = backend_so_far(device, ours.checks.requested)
+    return "; ".join([f"{device}, {backend}", *known, _counted(counters), *([] if is_new else [_BEHIND])])
 
 
 def _look(copy: HostCopy, source: Any, end: float) -> bool:

@@ -115,7 +115,7 @@ def generations_of(marked: Sequence[Marks], generation: int) -> list[set[int]]:
     for marks in marked:
         cause = marks.cause(generation)
         if cause is not None:
-            generations[marks].update(range(cause, generation))
+            generations[marks].add(cause)
             for other in marks.shared_by:
                 generations.get(other, set()).add(cause)
     return [generations[marks] for marks in marked]

@@ -78,8 +78,8 @@ def warn_of_unknown_scales(meeting: Meeting, checks: Checks) -> None:
                 warn_once(checks.warned, "ST04", _OTHER_SCALES)
 
 
-def _is_of(checks: Checks, scaler: Any) -> bool:
-    return getattr(vars(scaler).get("_ours"), "checks", None) is checks if hasattr(scaler, "__dict__") else False
+def _is_of(checks: Checks, owner: Any) -> bool:
+    return getattr(getattr(owner, "__dict__", {}).get("_ours"), "checks", None) is checks
 
 
 def _reached_from(function: Callable[..., Any]) -> Iterator[Any]:

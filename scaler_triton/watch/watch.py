@@ -18,6 +18,8 @@ from scaler_triton.core.observer import Meeting, Observer
 from scaler_triton.watch import after_skips, derived, notes, optimizers
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from scaler_triton.core.check import Checks
     from scaler_triton.core.step import OptimizerStep
 
@@ -45,7 +47,7 @@ class Watch(Observer):
         derived.wait_for_copies(meeting)
         after_skips.look_at_parameters(meeting, self._checks.warned)
 
-    def skipped(self, step: OptimizerStep) -> None:
+    def skipped(self, step: OptimizerStep, scale: Tensor) -> None:
         """Look at what a skip leaves behind."""
         after_skips.follow_gradients(step, self._checks.warned)
         after_skips.remember_parameters(step)

@@ -11,6 +11,7 @@ torch's three stages become these phases, by three more keys of torch's dicts an
 """
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,11 @@ def any_set(flags: dict[Any, Tensor]) -> bool:
 
 def is_ready(state: dict[str, Any]) -> bool:
     return state["stage"] is OptState.READY
+
+
+def versions_of(optimizer: Any) -> list[Any]:
+    """Return what changes if a gradient is written or replaced."""
+    return [each.grad if each.grad is None else (id(each.grad), each.grad._version) for each in params_of(optimizer)]
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -161,6 +167,8 @@ class Specification(torch.amp.GradScaler):
             vars(self).update({f"_{name}": value for name, value in given.items() if name not in ("device", "enabled")})
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._carried: dict[int, bool] = {}  # whether the flag was set, by the optimizer's id
+        self._divided: dict[int, Any] = {}  # the versions of the gradients then, by the optimizer's id
+        self._optimizers: dict[int, Any] = {}  # that were unscaled, by id
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._streaks: list[int] = []  # skips in a row, after each of the last updates
         self._skips: dict[int, list[Any]] = {}  # the flags of the last step, by the optimizer's id
@@ -174,7 +182,7 @@ class Specification(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state |= {"_counters": dict(self._counters), "_streaks": [], "_kept": []}
-        state |= {name: {} for name in ("_carried", "_skips", "_seen", "_looks", "_shared")}
+        state |= {name: {} for name in ("_carried", "_divided", "_optimizers", "_skips", "_seen", "_looks", "_shared")}
         if not self._enabled:  # difference 6: it has states; they name optimizers by id, which a copy cannot keep
             state["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
         return state
@@ -263,12 +271,15 @@ class Specification(torch.amp.GradScaler):
         optimizer = unwrapped(optimizer)
         super().unscale_(optimizer)
         if self._enabled:
+            self._optimizers[id(optimizer)] = weakref.ref(optimizer)
             state = self._per_optimizer_states[id(optimizer)]
             for word in ("failed", "stays", "stale"):
                 state.pop(word, None)
             self._carried.pop(id(optimizer), None)
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Any, allow_fp16: bool = True) -> Any:
+        if id(optimizer) in self._carried and self._divided.get(id(optimizer)) == versions_of(optimizer):
+            inv_scale = torch.ones_like(inv_scale)  # difference 18
         before = self._look(optimizer)
         self._skips.pop(id(optimizer), None)
         try:
@@ -481,9 +492,18 @@ class Specification(torch.amp.GradScaler):
             self._update_by_flags()
         else:
             self._update_by_value(new_scale)
+        self._remember_divided(unstepped)
         carried = {k: flag for k, flag in self._carried.items() if k not in states or is_ready(states[k])}
         self._carried = carried | unstepped
         self._end_streaks(by_value=new_scale is not None)
+
+    def _remember_divided(self, unstepped: Iterable[int]) -> None:
+        """Difference 18: remember the gradients of the steps that an update leaves carried."""
+        for key in unstepped:
+            is_failed = self._per_optimizer_states[key].get("failed")
+            optimizer = None if is_failed else self._optimizers.get(key, lambda: None)()
+            self._divided[key] = None if optimizer is None else versions_of(optimizer)
+            self._kept += [] if optimizer is None else gradients_of(optimizer)
 
     def _unstepped(self) -> dict[int, bool]:
         """Return the flags to carry: before the update, which adds up the flags in one of them."""

@@ -1,6 +1,7 @@
 """StepGuard over ranks: one bad or spiking gradient on one rank, and all of them skip, by one collective a step."""
 
 import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from spike_rule import judged, remembered
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ranks import cases, models
 from ranks.cases import SIGMA, WINDOW, Fault, new_optimizer, new_scaler, said
@@ -155,3 +156,26 @@ def resumed(rank: int, clip: bool) -> list[list[float]]:
 @pytest.mark.parametrize("clip", [False, True])
 def test_norms_of_a_checkpoint_find_their_optimizers_though_a_check_fails(two, clip):
     assert two.run(resumed, clip) == [[[2.0] * WINDOW, [8.0] * WINDOW]] * 2
+
+
+def sums_with_a_rank_out_of_memory(rank: int, before: int) -> list[Any]:
+    """After some good steps rank 1 fails before it has summed a Partial gradient, as the others do; what each sees."""
+    guard, param = new_scaler("guard"), cases.dtensor_param(cases.line(), [Replicate()])
+    optimizer, told = new_optimizer("sgd", [param]), []
+    for step in range(before + 2):
+        param.grad = cases.placed(torch.ones(2, 3), Partial())
+        fails = rank == 1 and step == before
+        with cases.FirstOpFails() if fails else nullcontext():
+            told.append(said(guard.step, optimizer))
+        told.append(guard.was_skipped(optimizer) if not told[-1] else "raised")
+    return [told, cases.digests([param]), guard.stats().updates]
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_rank_that_fails_joins_the_sums_of_gradients_and_all_skip(two, before):
+    first, second = two.run(sums_with_a_rank_out_of_memory, before)
+    good = ["", False]
+    other = "PeerFailedError: Another rank failed to check its gradients, so this step is skipped on all ranks."
+    assert first[0] == [*good * before, other, "raised", *good]
+    assert second[0] == [*good * before, "OutOfMemoryError: out of memory", "raised", *good]
+    assert first[1:] == second[1:]

@@ -41,6 +41,7 @@ FRAMEWORKS = "tests/frameworks/test_recipes.py"
 ELSEWHERE = {
     "docs/accelerate.md": FRAMEWORKS,
     "docs/checkpoints.md": "tests/unit/test_migration.py",  # they take checkpoints of other libraries
+    "docs/kernel.md": "tests/unit/kernels/test_first_kernel.py",
     "docs/lightning.md": FRAMEWORKS,
     "docs/log.md": FRAMEWORKS,
     "docs/schedulers.md": FRAMEWORKS,

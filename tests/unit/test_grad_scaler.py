@@ -198,10 +198,10 @@ def test_a_disabled_scaler_passes_everything_through() -> None:
 def test_7_what_comes_by_position_is_forwarded_and_a_closure_by_keyword_is_refused() -> None:
     class Wants(torch.optim.SGD):
         def step(self, *args: Any, **kwargs: Any) -> Any:
-            return args, kwargs
+            return args[0](), args[1:], kwargs
 
     optimizer, call = Wants(sgd([torch.ones(1)]).param_groups), lambda: 3.0
-    assert started(GradScaler, "cpu").step(optimizer, call, 2, key=5) == ((call, 2), {"key": 5})
+    assert started(GradScaler, "cpu").step(optimizer, call, 2, key=5) == (3.0, (2,), {"key": 5})
     for cls in (GradScaler, torch.amp.GradScaler):
         with pytest.raises(RuntimeError, match=r"^Closure use is not currently supported if GradScaler is enabled\.$"):
             started(cls, "cpu").step(optimizer, closure=call)

@@ -81,6 +81,46 @@ def test_the_core_neither_imports_nor_names_a_room() -> None:
         assert [line for line in lines if of_rooms.search(line)] == [], path
 
 
+FACADES = {"grad_scaler": "GradScaler", "sharded": "ShardedGradScaler", "guard.step_guard": "StepGuard"}
+# They are about the user's object itself: older optimizers ask for it, and a subclass has methods of its own.
+ABOUT_THE_SCALER = {("core.fused", "step_by_argument"), ("core.overrides", "overrides")}
+
+
+def uses_of_a_scaler(module: str, source: str) -> list[str]:
+    """Return the imports, names and parameters by which a module below the scaler could read all of it."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            from_module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            names = {from_module} | {alias.name for alias in node.names}
+            names |= {f"{from_module}.{alias.name}" for alias in node.names}
+            found += sorted(names & {f"scaler_triton.{each}" for each in FACADES})
+        elif isinstance(node, ast.FunctionDef | ast.Lambda):
+            named = node.name if isinstance(node, ast.FunctionDef) else "lambda"
+            given = node.args
+            every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+            if (module, named) not in ABOUT_THE_SCALER:
+                found += [f"{named}({each.arg})" for each in every if each and each.arg in ("scaler", "grad_scaler")]
+        elif isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            found += [name] * (name in FACADES.values())
+        elif isinstance(node, ast.Constant) and node.value in FACADES.values():  # an annotation in quotes
+            found.append(node.value)
+    return found
+
+
+def test_below_the_scaler_nobody_takes_it_or_knows_its_class() -> None:
+    """They get what they need. Who has the whole scaler may keep its scale, which users assign, or miss an override."""
+    around = "import scaler_triton.sharded\ndef f(scaler: 'GradScaler', *, grad_scaler=lambda scaler: StepGuard): ..."
+    assert len(uses_of_a_scaler("parts", around)) == 6
+    assert uses_of_a_scaler("parts", "from scaler_triton import grad_scaler") == ["scaler_triton.grad_scaler"]
+    above = {"__init__", "__main__", *FACADES}
+    for path in [PACKAGE / "parts.py", *(each for room in ("core", *ROOMS) for each in (PACKAGE / room).glob("*.py"))]:
+        module = path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".")
+        if module not in above:
+            assert uses_of_a_scaler(module, path.read_text()) == [], module
+
+
 def test_an_import_loads_neither_triton_nor_fsdp() -> None:
     heavy = ["triton", "torch.distributed.fsdp", "scaler_triton.sharded", "scaler_triton.demo"]
     show = f"import json, sys, torch, scaler_triton; scaler_triton.GradScaler('cpu'); print([x for x in {heavy} "

@@ -100,6 +100,6 @@ def test_it_meets_the_others_where_their_scale_is(devices: list[str], home: str)
         mock.patch.object(failures, "spend"),
         pytest.raises(AssertionError),
     ):
-        scaler._ours.require_scale(scaler, "unscale_", [optimizer])
+        scaler.unscale_(optimizer)
     made.assert_called_once_with(torch.device(home))
     assert met.called

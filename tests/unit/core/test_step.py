@@ -28,9 +28,9 @@ BY_HAND = pytest.mark.parametrize(("method", "given"), [("unscale_", ()), ("clip
 # of ERRORS is raised by the scaler, and nothing has changed then.
 TABLE = """
 event                           | READY      | CHECKED    | UNSCALED   | CARRIED      | FAILED  | STEPPED
-unscale_                        | UNSCALED   | UNSCALED   | again      | UNSCALED 0.5 | again   | after
-clip                            | UNSCALED   | UNSCALED   | again      | UNSCALED 0.5 | again   | after
-clip parameters= to 1           | UNSCALED 1 | UNSCALED 1 | UNSCALED 1 | UNSCALED 0.5 | FAILED  | after
+unscale_                        | UNSCALED   | UNSCALED   | again      | UNSCALED     | again   | after
+clip                            | UNSCALED   | UNSCALED   | again      | UNSCALED     | again   | after
+clip parameters= to 1           | UNSCALED 1 | UNSCALED 1 | UNSCALED 1 | UNSCALED 1   | FAILED  | after
 plain step                      | STEPPED    | STEPPED    | STEPPED    | STEPPED      | SKIPPED | twice
 fused step                      | STEPPED    | STEPPED    | STEPPED    | STEPPED      | SKIPPED | twice
 older step                      | STEPPED    | STEPPED    | STEPPED    | STEPPED      | SKIPPED | twice
@@ -38,11 +38,11 @@ scale                           | READY      | CHECKED    | UNSCALED   | READY 2
 update                          | none       | READY      | CARRIED    | none         | CARRIED | READY 2
 _check_inf_per_device           | CHECKED    | CHECKED    | UNSCALED   | CARRIED      | FAILED  | STEPPED
 unscale_ fails                  | READY!     | CHECKED!   | again      | CARRIED!     | again   | after
-unscale_ fails after writes     | FAILED!    | FAILED!    | again      | FAILED! 0.5  | again   | after
+unscale_ fails after writes     | FAILED!    | FAILED!    | again      | UNSCALED     | again   | after
 unscale_ interrupted            | READY!     | CHECKED!   | again      | CARRIED!     | again   | after
-... after writes                | FAILED!    | FAILED!    | again      | FAILED! 0.5  | again   | after
+... after writes                | FAILED!    | FAILED!    | again      | UNSCALED     | again   | after
 clip fails                      | READY!     | CHECKED!   | again      | CARRIED!     | again   | after
-clip fails after writes         | FAILED!    | FAILED!    | again      | FAILED! 0.5  | again   | after
+clip fails after writes         | FAILED!    | FAILED!    | again      | FAILED!      | again   | after
 _check_inf_per_device fails     | READY!     | CHECKED!   | UNSCALED!  | CARRIED      | FAILED  | STEPPED
 plain step fails to check       | READY!     | CHECKED!   | STEPPED    | STEPPED      | SKIPPED | twice
 fused step fails to check       | READY!     | CHECKED!   | STEPPED    | STEPPED      | SKIPPED | twice
@@ -51,8 +51,8 @@ ranks: unscale_ fails           | FAILED! 8  | FAILED! 8  | again      | FAILED!
 ranks: unscale_ interrupted     | READY!     | CHECKED!   | again      | CARRIED!     | again   | after
 ranks: clip fails               | FAILED! 8  | FAILED! 8  | again      | FAILED!      | again   | after
 ranks: check fails              | CHECKED!   | CHECKED    | UNSCALED   | CARRIED      | FAILED  | STEPPED
-ranks: reduction fails          | FAILED!    | FAILED!    | again      | FAILED! 0.5  | again   | after
-ranks: it is interrupted        | FAILED!    | FAILED!    | again      | FAILED! 0.5  | again   | after
+ranks: reduction fails          | FAILED!    | FAILED!    | again      | FAILED!      | again   | after
+ranks: it is interrupted        | FAILED!    | FAILED!    | again      | FAILED!      | again   | after
 ranks: older step fails at once | FAILED! 8  | FAILED! 8  | FAILED!    | FAILED!      | SKIPPED | twice
 plain optimizer.step fails      | FAILED!    | FAILED!    | FAILED!    | FAILED!      | SKIPPED | twice
 plain optimizer.step stopped    | FAILED!    | FAILED!    | FAILED!    | FAILED!      | SKIPPED | twice

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -10,9 +11,10 @@ import torch
 from helpers import PLACES, Place, sgd
 from torch import nn
 
-from scaler_triton import GradScaler, StepGuard
+from scaler_triton import GradScaler, ScalerWarning, StepGuard
 from scaler_triton.core.update import Counters
 from scaler_triton.report import streak
+from scaler_triton.report.streak import Streaks
 
 CPU = Place("cpu", "torch")
 KINDS = pytest.mark.parametrize("cls", [GradScaler, StepGuard])
@@ -55,7 +57,7 @@ def test_a_plain_optimizers_fiftieth_skip_in_a_row_is_warned_of_once(cls: Any, p
         else "The last skip: nothing known on any rank."
     )
     assert text == (
-        f"50: 50 steps of SGD in a row were skipped{scale}. {named} "
+        f"50: [ST09] 50 steps of SGD in a row were skipped{scale}. {named} "
         "Set max_consecutive_skips to end such a run with SkipStreakError."
     )
     assert [each[:3] for each in run.step("." + "x" * 60)] == ["51:"]  # another streak
@@ -68,7 +70,7 @@ def test_a_fused_optimizer_looks_every_64th_step_at_what_the_updates_counted(cls
     (text,) = run.step("x" * 150)  # the 64th step sees 43, the 128th 107
     scale = "; the scale is " if cls is GradScaler else ". "
     # A guard's last update comes with the step that looks.
-    assert text.startswith(f"65: 107 updates in a row were skipped, the last one update 127{scale}")
+    assert text.startswith(f"65: [ST09] 107 updates in a row were skipped, the last one update 127{scale}")
     assert "1 of 1 gradients" in text
     assert text.endswith("Set max_consecutive_skips to end such a run with SkipStreakError.")
     assert run.step("." + "x" * 50 + "." * 10) == []  # over before a look
@@ -80,7 +82,7 @@ def test_one_of_two_optimizers_that_never_steps_is_noticed() -> None:
     run, said = Run(GradScaler), []
     for _ in range(60):
         said += run.step("x", 0) + run.step(".", 1)
-    assert [each[:37] for each in said] == ["1: 50 steps of SGD in a row were skip"]
+    assert [each[:44] for each in said] == ["1: [ST09] 50 steps of SGD in a row were skip"]
     assert run.scaler.stats().consecutive_skips == 0
 
 
@@ -92,7 +94,7 @@ def test_the_warning_tells_names_and_limit() -> None:
     run.scaler.overflow_report(model)
     (text,) = run.step("x" * 49)
     assert text == (
-        "49: 50 steps of SGD in a row were skipped. Only weight: overflow there. "
+        "49: [ST09] 50 steps of SGD in a row were skipped. Only weight: overflow there. "
         "After more than max_consecutive_skips=99 in a row, SkipStreakError ends the run."
     )
 
@@ -113,9 +115,9 @@ def test_it_is_told_even_if_nothing_else_can_be_and_as_an_error_leaves_a_skipped
     run = Run(GradScaler)
     run.step("x" * 49)
     run.optimizers[0].param_groups[0]["params"][0].grad = torch.full((1,), math.inf)
-    text = r"^50 steps of SGD in a row were skipped\. Set max_consecutive_skips"
-    run.scaler.get_scale = mock.Mock(side_effect=RuntimeError)
-    with pytest.raises(UserWarning, match=text):  # as tests take warnings
+    text = r"^\[ST09\] 50 steps of SGD in a row were skipped; the scale is [^ ]+\. Set max_consecutive_skips"
+    run.scaler._ours.streaks._report = mock.Mock(side_effect=RuntimeError)
+    with pytest.raises(ScalerWarning, match=text):  # as tests take warnings
         run.scaler.step(run.optimizers[0])
     assert run.optimizers[0].param_groups[0]["params"][0].item() == 0.0
     run.scaler.update()
@@ -142,10 +144,11 @@ def test_a_look_waits_for_nothing_and_none_is_taken_in_a_capture(monkeypatch: An
     run = Run(GradScaler, fused=True)
     run.step("x" * 60)
     monkeypatch.setattr(streak, "is_captured", lambda scale: True)
-    streak.look(run.scaler)
+    look = partial(run.scaler._ours.streaks.look, run.scaler._scale)
+    look()
     monkeypatch.setattr(streak, "is_captured", lambda scale: False)
     with pytest.warns(UserWarning, match="60 updates in a row were skipped, the last one update 60"):
-        streak.look(run.scaler)
+        look()
     run.step(".")
     monkeypatch.setattr(Counters, "read", mock.Mock(side_effect=AssertionError))
     assert run.step("." * 66) == []
@@ -153,6 +156,6 @@ def test_a_look_waits_for_nothing_and_none_is_taken_in_a_capture(monkeypatch: An
 
 def test_a_good_step_looks_one_time_in_64() -> None:
     run = Run(GradScaler, fused=True)
-    with mock.patch.object(streak, "look") as look:
+    with mock.patch.object(Streaks, "look") as look:
         run.step("." * 640)
     assert look.call_count == 10

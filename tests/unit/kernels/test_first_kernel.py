@@ -1,4 +1,4 @@
-"""CONTRIBUTING's first kernel passes its own test, and kernels are registered where it says."""
+"""docs/kernel.md's first kernel passes its own test, and kernels are registered where it says."""
 
 import importlib.util
 import re
@@ -9,7 +9,7 @@ import kernel_cases as cases
 import pytest
 
 ROOT = Path(__file__).parents[3]
-TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+TEXT = (ROOT / "docs/kernel.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 EXAMPLE = dict(zip(("multiply", "test_multiply"), BLOCKS, strict=True))
 NIGHTLY = ROOT / "tests/nightly"
