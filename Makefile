@@ -5,7 +5,7 @@
 #   simulate (kernels as compiled for five GPUs), pretend (what needs a GPU, on one that is pretended), without-fp64
 #   (unit tests on a pretended GPU of Apple's),
 #   test-frameworks, test-oldest (with all of them, at length; in the oldest versions)
-# make optimizers   runs the optimizers of other packages and writes docs/optimizers.md
+# make optimizers   runs the optimizers of other packages and writes docs/optimizers.md; NAMES= of libraries: only prints
 # On a GPU machine, with its python3 and packages: make gpu, or its parts, each under 10 minutes. OUT= names a folder.
 PYTHON ?= python3
 OUT ?= out
@@ -84,7 +84,7 @@ test-frameworks: $(VENV)/ready out/peers/ready out/optimizers/ready out/notebook
 	HEAVY=1 PYTHONPATH=$(CURDIR)/out/notebook/site-packages $(PYTEST) tests/frameworks/notebook
 OF_THEIR_OWN = $(addprefix --ignore tests/frameworks/,peers optimizers notebook)
 optimizers: $(VENV)/ready out/optimizers/ready
-	PYTHONPATH=$(CURDIR):$(CURDIR)/out/optimizers $(BIN)/python tests/frameworks/optimizers/page.py
+	PYTHONPATH=.:tests/frameworks/peers:out/optimizers $(BIN)/python tests/frameworks/optimizers/page.py $(NAMES)
 # Not into the environment, where other frameworks would find them; and without what they ask for, which would be CUDA.
 out/peers/ready out/optimizers/ready: out/%/ready: tests/frameworks/%/packages.txt
 	rm -rf out/$*

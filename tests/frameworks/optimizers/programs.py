@@ -33,6 +33,7 @@ def program(bad: int | None = None) -> Callable[[Callable[[Any, Batches], nn.Mod
             without = [batch for at, batch in enumerate(batches) if at != bad]
             return weights(trained), weights(run(torch.amp.GradScaler("cpu", enabled=False), without))
 
+        both.__doc__ = run.__doc__
         PROGRAMS[run.__name__] = both
         return both
 
@@ -80,6 +81,7 @@ def train(model: Any, outer: Any, scaler: Any, batches: Batches, inner: Any = No
 
 @program()
 def schedulefree_unscales_inner(scaler: Any, batches: Batches) -> nn.Module:
+    """schedulefree's `ScheduleFreeWrapper` steps, its `.base` was unscaled."""
     model = new_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     outer = imported("schedulefree").ScheduleFreeWrapper(inner, momentum=0.9)
@@ -89,6 +91,7 @@ def schedulefree_unscales_inner(scaler: Any, batches: Batches) -> nn.Module:
 
 @program()
 def torchft_unscales_inner(scaler: Any, batches: Batches) -> nn.Module:
+    """torchft's `OptimizerWrapper` steps, its `.optim` was unscaled."""
     model = new_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     outer = imported("torchft.optim").OptimizerWrapper(manager(), inner)
@@ -97,6 +100,7 @@ def torchft_unscales_inner(scaler: Any, batches: Batches) -> nn.Module:
 
 @program()
 def adascale_unscales_inner(scaler: Any, batches: Batches) -> nn.Module:
+    """fairscale's `AdaScale` steps, what it wraps was unscaled."""
     model = new_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     return accumulate(model, adascale(inner), scaler, batches, inner)
@@ -104,6 +108,7 @@ def adascale_unscales_inner(scaler: Any, batches: Batches) -> nn.Module:
 
 @program()
 def opacus_unscales_inner(scaler: Any, batches: Batches) -> nn.Module:
+    """Opacus' `DPOptimizer` steps, its `.original_optimizer` was unscaled."""
     model, outer = private(torch.optim.SGD)
     return train(model, outer, scaler, batches, outer.original_optimizer)
 
@@ -137,6 +142,7 @@ def accumulate(model: nn.Module, outer: Any, scaler: Any, batches: Batches, inne
 
 @program()
 def adascale_around_fused_sgd(scaler: Any, batches: Batches) -> nn.Module:
+    """`AdaScale` around torch's fused SGD."""
     model = new_model()
     outer = adascale(torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
     return accumulate(model, outer, scaler, batches)
@@ -144,6 +150,7 @@ def adascale_around_fused_sgd(scaler: Any, batches: Batches) -> nn.Module:
 
 @program()
 def adascale_around_fused_adamw(scaler: Any, batches: Batches) -> nn.Module:
+    """`AdaScale` around torch's fused AdamW."""
     model = new_model()
     outer = adascale(torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2, fused=True))  # Adam hides factors from 0
     return accumulate(model, outer, scaler, batches)
@@ -151,6 +158,7 @@ def adascale_around_fused_adamw(scaler: Any, batches: Batches) -> nn.Module:
 
 @program(bad=2)
 def adascale_after_a_skip(scaler: Any, batches: Batches) -> nn.Module:
+    """`AdaScale`, the third of six steps overflows."""
     model = new_model()
     return accumulate(model, adascale(torch.optim.SGD(model.parameters(), lr=0.1)), scaler, batches)
 
@@ -160,6 +168,7 @@ def adascale_after_a_skip(scaler: Any, batches: Batches) -> nn.Module:
 
 @program()
 def adahessian(scaler: Any, batches: Batches) -> nn.Module:
+    """pytorch_optimizer's `AdaHessian`, `backward(create_graph=True)`."""
     model = new_model()
     optimizer = imported("pytorch_optimizer").AdaHessian(model.parameters(), lr=0.05)
     return train(model, optimizer, scaler, batches, create_graph=True)
@@ -167,6 +176,7 @@ def adahessian(scaler: Any, batches: Batches) -> nn.Module:
 
 @program()
 def sophia_h(scaler: Any, batches: Batches) -> nn.Module:
+    """pytorch_optimizer's `SophiaH`, `backward(create_graph=True)`."""
     model = new_model()
     optimizer = imported("pytorch_optimizer").SophiaH(model.parameters(), lr=0.05, update_period=2)
     return train(model, optimizer, scaler, batches, create_graph=True)
@@ -185,6 +195,7 @@ def private(optimizer_class: Any) -> tuple[nn.Module, Any]:
 
 @program()
 def opacus_hooks(scaler: Any, batches: Batches) -> nn.Module:
+    """Opacus' `DPOptimizer`, with hooks that keep each sample's gradient."""
     model, optimizer = private(torch.optim.SGD)
     return train(model, optimizer, scaler, batches)
 
@@ -210,6 +221,7 @@ def train_with_closure(model: nn.Module, optimizer: Any, scaler: Any, batches: B
 
 @program()
 def sam_scales_in_its_closure(scaler: Any, batches: Batches) -> nn.Module:
+    """pytorch_optimizer's `SAM`, `step(optimizer, closure)`, and the closure scales its loss."""
     model = new_model()
     optimizer = imported("pytorch_optimizer").SAM(model.parameters(), base_optimizer=torch.optim.SGD, lr=0.1)
     return train_with_closure(model, optimizer, scaler, batches, first=True)
@@ -217,6 +229,7 @@ def sam_scales_in_its_closure(scaler: Any, batches: Batches) -> nn.Module:
 
 @program()
 def schedulefree_scales_in_its_closure(scaler: Any, batches: Batches) -> nn.Module:
+    """schedulefree's `SGDScheduleFreeClosure`, with such a closure."""
     model = new_model()
     optimizer = imported("schedulefree").SGDScheduleFreeClosure(model.parameters(), lr=0.1)
     return train_with_closure(model, optimizer, scaler, batches, first=True)
@@ -227,6 +240,7 @@ def schedulefree_scales_in_its_closure(scaler: Any, batches: Batches) -> nn.Modu
 
 @program(bad=2)
 def heavyball_without_zero_grad(scaler: Any, batches: Batches) -> nn.Module:
+    """heavyball's `SGD` in a loop without `zero_grad`, one step overflows."""
     model = new_model()
     imported("heavyball.utils").compile_mode = None  # else each step is compiled first
     optimizer = imported("heavyball").SGD(model.parameters(), lr=0.1)
@@ -239,6 +253,7 @@ def heavyball_without_zero_grad(scaler: Any, batches: Batches) -> nn.Module:
 
 @program()
 def optimi_gradient_release(scaler: Any, batches: Batches) -> nn.Module:
+    """optimi's `SGD` with `gradient_release=True`."""
     optimi, model = imported("optimi"), new_model()
     optimizer = optimi.SGD(model.parameters(), lr=0.1, triton=False, gradient_release=True)
     optimi.prepare_for_gradient_release(model, optimizer)
@@ -250,6 +265,7 @@ def optimi_gradient_release(scaler: Any, batches: Batches) -> nn.Module:
 
 @program()
 def torchft_heals_without_the_scale(scaler: Any, batches: Batches) -> nn.Module:
+    """torchft: one of two replicas skips, and is healed; the manager's state lacks the scaler's."""
     models, scalers = [new_model(), new_model()], [scaler, copy.deepcopy(scaler)]
     wrapper = imported("torchft.optim").OptimizerWrapper
     optimizers = [wrapper(manager(), torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)) for each in models]
