@@ -95,6 +95,7 @@ def heavyball(name: str) -> Any:
 
 LOW_RANK = {"rank": 8, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
 APOLLO = LOW_RANK | {"proj": "random", "scale_type": "channel"}
+RHO = types.SimpleNamespace(step=lambda: 0.05)  # GSAM's, in place of a schedule
 MADE: dict[str, Callable[[Any, Any], Any]] = {
     "torch.Muon": lambda cls, model: cls(matrices(model)),
     "adam-mini.*": lambda cls, model: cls(model.named_parameters(), dim=64, n_heads=4),
@@ -109,6 +110,7 @@ MADE: dict[str, Callable[[Any, Any], Any]] = {
         model.parameters(), num_gradients_to_accumulate=2, optim_cls=torch.optim.SGD, lr=0.01
     ),
     "heavyball.SplitOpt": lambda cls, model: cls([each | {"optimizer": heavyball("AdamW")} for each in split(model)]),
+    "heavyball.SAMWrapper": lambda cls, model: cls(model.parameters(), heavyball("SFAdamW")),
     "muon-optimizer.*WithAuxAdam": lambda cls, model: cls(muon_groups(model)),
     "muon-optimizer.*": lambda cls, model: cls(matrices(model)),
     "pytorch_optimizer.*Muon*": lambda cls, model: cls(muon_groups(model)),
@@ -118,7 +120,7 @@ MADE: dict[str, Callable[[Any, Any], Any]] = {
     "pytorch_optimizer.LOMO": lambda cls, model: cls(model),
     "pytorch_optimizer.SpectralSphere": lambda cls, model: cls(matrices(model)),
     "pytorch_optimizer.WSAM": lambda cls, model: cls(model, model.parameters(), torch.optim.SGD, lr=0.01),
-    "pytorch_optimizer.GSAM": lambda cls, model: cls(model.parameters(), sgd(model.parameters()), model, None),
+    "pytorch_optimizer.GSAM": lambda cls, model: cls(model.parameters(), sgd(model.parameters()), model, RHO),
     "pytorch_optimizer.BSAM": lambda cls, model: cls(model.parameters(), num_data=64),
     "pytorch_optimizer.Ranger21": lambda cls, model: cls(model.parameters(), num_iterations=STEPS),
     "pytorch_optimizer.*SAM": lambda cls, model: cls(model.parameters(), base_optimizer=torch.optim.SGD, lr=0.01),
