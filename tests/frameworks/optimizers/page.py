@@ -88,6 +88,11 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
+def wrapped(cls: Any, model: Any) -> Any:
+    """Return a wrapper around it."""
+    return cls(sgd(model.parameters()))
+
+
 def heavyball(name: str) -> Any:
     """Return a class of heavyball's."""
     return getattr(importlib.import_module("heavyball"), name)
@@ -103,12 +108,12 @@ MADE: dict[str, Callable[[Any, Any], Any]] = {
     "apollo-torch.GaLore*": lambda cls, model: cls(split(model, **LOW_RANK)),
     "bitsandbytes.*SGD*": lambda cls, model: cls(model.parameters(), lr=0.01, momentum=0.9),
     "bitsandbytes.*LARS*": lambda cls, model: cls(model.parameters(), lr=0.01, momentum=0.9),
-    "fairscale.OSS": lambda cls, model: cls(model.parameters(), lr=0.01),
-    "galore-torch.*": lambda cls, model: cls(split(model, **LOW_RANK)),
     "fairscale.AdaScale": lambda cls, model: cls(sgd(model.parameters()), num_gradients_to_accumulate=2),
     "fairscale.AdaScaleWrapper": lambda cls, model: cls(
         model.parameters(), num_gradients_to_accumulate=2, optim_cls=torch.optim.SGD, lr=0.01
     ),
+    "fairscale.OSS": lambda cls, model: cls(model.parameters(), lr=0.01),
+    "galore-torch.*": lambda cls, model: cls(split(model, **LOW_RANK)),
     "heavyball.SplitOpt": lambda cls, model: cls([each | {"optimizer": heavyball("AdamW")} for each in split(model)]),
     "heavyball.SAMWrapper": lambda cls, model: cls(model.parameters(), heavyball("SFAdamW")),
     "muon-optimizer.*WithAuxAdam": lambda cls, model: cls(muon_groups(model)),
@@ -124,16 +129,15 @@ MADE: dict[str, Callable[[Any, Any], Any]] = {
     "pytorch_optimizer.BSAM": lambda cls, model: cls(model.parameters(), num_data=64),
     "pytorch_optimizer.Ranger21": lambda cls, model: cls(model.parameters(), num_iterations=STEPS),
     "pytorch_optimizer.*SAM": lambda cls, model: cls(model.parameters(), base_optimizer=torch.optim.SGD, lr=0.01),
-    "pytorch_optimizer.Lookahead": lambda cls, model: cls(sgd(model.parameters()), k=2),
-    "pytorch_optimizer.*": lambda cls, model: cls(model.parameters()),
-    "schedulefree.ScheduleFreeWrapper*": lambda cls, model: cls(sgd(model.parameters())),
-    "timm.Lookahead": lambda cls, model: cls(sgd(model.parameters()), k=2),
+    "pytorch_optimizer.OrthoGrad": wrapped,
+    "pytorch_optimizer.PCGrad": wrapped,
+    "pytorch_optimizer.SafeFP16Optimizer": wrapped,
+    "pytorch_optimizer.TRAC": wrapped,
     "timm.SGDP": lambda cls, model: cls(model.parameters(), lr=0.01),
     "torch-optimi.*": lambda cls, model: cls(model.parameters(), lr=1e-3, triton=False),
-    "torch-optimizer.Lookahead": lambda cls, model: cls(sgd(model.parameters()), k=2),
+    "*.Lookahead": lambda cls, model: cls(sgd(model.parameters()), k=2),
+    "*.ScheduleFreeWrapper*": wrapped,
 }
-for _name in ("OrthoGrad", "PCGrad", "SafeFP16Optimizer", "ScheduleFreeWrapper", "TRAC"):
-    MADE = {f"pytorch_optimizer.{_name}": lambda cls, model: cls(sgd(model.parameters()))} | MADE
 FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
