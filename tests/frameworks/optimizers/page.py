@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peer import make_importable
 from programs import PROGRAMS, judged
 from tabulate import tabulate
 
@@ -273,13 +274,10 @@ def write(block: str, text: str) -> None:
 
 
 def prepare() -> None:
-    """Make the libraries importable, and quick: no compiler, no models of timm's, a world of one rank."""
+    """Make the libraries importable, and quick: no compiler, a world of one rank."""
     warnings.simplefilter("ignore")
     torch.compile = lambda model=None, **_: model if model else lambda function: function  # type: ignore[assignment]
-    timm = types.ModuleType("timm")
-    timm.__path__ = [f"{place}/timm" for place in sys.path]
-    sys.modules |= {"timm": timm, "timm.models": types.ModuleType("timm.models")}
-    sys.modules["timm.models"].group_parameters = None  # type: ignore[attr-defined]
+    make_importable()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     signal.signal(signal.SIGALRM, out_of_time)
 

@@ -9,11 +9,12 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from peer import imported
+from peer import imported, make_importable
 from torch import Tensor, nn
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -96,6 +97,16 @@ def torchft_unscales_inner(scaler: Any, batches: Batches) -> nn.Module:
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     outer = imported("torchft.optim").OptimizerWrapper(manager(), inner)
     return train(model, outer, scaler, batches, inner)
+
+
+@program()
+def timm_unscales_inner(scaler: Any, batches: Batches) -> nn.Module:
+    """timm's `Lookahead` steps, its `._base_optimizer` was unscaled."""
+    if find_spec("torchvision"):  # without it there is no timm, either
+        make_importable()
+    model = new_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return train(model, imported("timm.optim").Lookahead(inner, k=2), scaler, batches, inner)
 
 
 @program()

@@ -10,6 +10,7 @@ from scaler_triton import GradScaler
 CASES: dict[str, tuple[str, str | None]] = {
     "schedulefree_unscales_inner": ("wrong", None),
     "torchft_unscales_inner": ("wrong", None),
+    "timm_unscales_inner": ("wrong", None),
     "adascale_unscales_inner": ("wrong", None),
     "opacus_unscales_inner": ("wrong", None),
     "adascale_around_fused_sgd": ("NaN", None),
