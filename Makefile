@@ -5,6 +5,7 @@
 #   simulate (kernels as compiled for five GPUs), pretend (what needs a GPU, on one that is pretended), without-fp64
 #   (unit tests on a pretended GPU of Apple's),
 #   test-frameworks, test-oldest (with all of them, at length; in the oldest versions)
+# make optimizers   runs the optimizers of other packages and writes docs/optimizers.md; NAMES= of libraries: only prints
 # On a GPU machine, with its python3 and packages: make gpu, or its parts, each under 10 minutes. OUT= names a folder.
 PYTHON ?= python3
 OUT ?= out
@@ -17,7 +18,7 @@ SPREAD := --numprocesses $(JOBS) --dist loadfile
 
 NIGHTLY := fuzz soak faults mutants simulate pretend without-fp64 test-frameworks test-oldest
 GPU_PARTS := gpu-tests gpu-ranks gpu-ranks-gloo gpu-tune gpu-perf gpu-sanitize
-.PHONY: quick test lint style docs demo perf release clean $(NIGHTLY) gpu has-gpu $(GPU_PARTS)
+.PHONY: quick test lint style docs demo perf optimizers release clean $(NIGHTLY) gpu has-gpu $(GPU_PARTS)
 
 quick: $(VENV)/ready
 ifdef T
@@ -76,14 +77,18 @@ mutants:
 	$(BIN)/python tests/nightly/mutants/run.py
 simulate:
 	CONFIGS=all SIMULATE="sm_70 sm_75 sm_80 sm_90 sm_100" $(PYTEST) tests/nightly/simulator
-test-frameworks: $(VENV)/ready out/peers/ready out/notebook/ready
-	HEAVY=1 $(PYTEST) tests/frameworks --ignore tests/frameworks/peers --ignore tests/frameworks/notebook --durations=20
+test-frameworks: $(VENV)/ready out/peers/ready out/optimizers/ready out/notebook/ready
+	HEAVY=1 $(PYTEST) tests/frameworks $(OF_THEIR_OWN) --durations=20
 	HEAVY=1 PYTHONPATH=$(CURDIR)/out/peers $(PYTEST) tests/frameworks/peers
+	HEAVY=1 PYTHONPATH=$(CURDIR)/out/optimizers $(PYTEST) tests/frameworks/optimizers
 	HEAVY=1 PYTHONPATH=$(CURDIR)/out/notebook/site-packages $(PYTEST) tests/frameworks/notebook
+OF_THEIR_OWN = $(addprefix --ignore tests/frameworks/,peers optimizers notebook)
+optimizers: $(VENV)/ready out/optimizers/ready
+	PYTHONPATH=.:tests/frameworks/peers:out/optimizers $(BIN)/python tests/frameworks/optimizers/page.py $(NAMES)
 # Not into the environment, where other frameworks would find them; and without what they ask for, which would be CUDA.
-out/peers/ready: tests/frameworks/peers/packages.txt
-	rm -rf out/peers
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target out/peers --requirement $<
+out/peers/ready out/optimizers/ready: out/%/ready: tests/frameworks/%/packages.txt
+	rm -rf out/$*
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target out/$* --requirement $<
 	touch $@
 # In a folder of that name: elsewhere dill, which names data sets for TRL, would take pyarrow for a module of the user's.
 out/notebook/ready: tests/frameworks/notebook/packages.txt
@@ -95,7 +100,7 @@ test-oldest: # downloads some gigabytes: this torch comes with CUDA
 	out/oldest/bin/pip install -qc constraints-oldest.txt torch triton setuptools
 	out/oldest/bin/pip install -qc constraints-oldest.txt --no-build-isolation -e .[demo,frameworks] pytest pytest-xdist hypothesis
 	out/oldest/bin/python -m pytest $(SPREAD) tests --ignore tests/nightly --ignore tests/frameworks
-	HEAVY=1 out/oldest/bin/python -m pytest tests/frameworks --ignore tests/frameworks/peers --ignore tests/frameworks/notebook
+	HEAVY=1 out/oldest/bin/python -m pytest tests/frameworks $(OF_THEIR_OWN)
 
 gpu: # nothing is installed, and no part waits for another's success
 	status=0; for part in $(GPU_PARTS); do $(MAKE) $$part || status=1; done; exit $$status

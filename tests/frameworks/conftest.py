@@ -1,6 +1,7 @@
 """Tests with the real packages; without them they are left out. HEAVY=1 adds those that take long.
 
-With HEAVY=1 those of peers/ and notebook/, whose packages `make test-frameworks` installs, fail without them.
+With HEAVY=1 those of optimizers/, peers/ and notebook/, whose packages `make test-frameworks` installs, fail without
+them.
 """
 
 import os
