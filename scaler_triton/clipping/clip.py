@@ -133,8 +133,9 @@ class Clip:
         self._open()
         try:
             self.read()
-        except Exception:  # the other ranks wait in the norm's reduction
+        except Exception as error:  # the other ranks wait in the norm's reduction
             self.fail()
+            self.checks.explain(error, None)
             raise
         try:
             norm, refused = self.write()

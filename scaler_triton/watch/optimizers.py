@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from scaler_triton.core.check import Checks
 
 _SHARED = (
-    "[ST01] {} of this {} were unscaled through a {} already, and would be divided twice: call unscale_, "
-    "clip_grad_norm_ and step with the same object"
+    "[ST01] The gradients of {} of this {} were unscaled through a {} already, and would be divided twice: call "
+    "unscale_, clip_grad_norm_ and step with the same object"
 )
 _FP16_STATE = (
     "{name} keeps its averages in fp16, as its {parameters} are fp16: there {what}. Steps become NaN or far too large. "
@@ -72,7 +72,7 @@ def warn_of_unknown_scales(meeting: Meeting, checks: Checks) -> None:
     """Warn if torchft restores a replica without its scaler."""
     for handle in meeting.step.handles.values():
         manager = getattr(handle(), "manager", None)
-        if hasattr(manager, "should_commit") and hasattr(manager, "register_state_dict_fn"):
+        if hasattr(manager, "should_commit"):
             saved = getattr(manager, "_user_state_dicts", {})  # private to torchft
             if not any(_is_of(checks, value) for save in saved.values() for value in _reached_from(save)):
                 warn_once(checks.warned, "ST04", _OTHER_SCALES)

@@ -485,6 +485,7 @@ class Specification(torch.amp.GradScaler):
             return
         self._check_scale_growth_tracker("update")
         states, unstepped = self._per_optimizer_states, self._unstepped()
+        self._remember_divided(unstepped)
         for key, flag in self._carried.items():
             if key in states and is_ready(states[key]):  # what was found since the last update counts in the next, too
                 self._carried[key] = flag or any_set(states[key]["found_inf_per_device"])
@@ -492,7 +493,6 @@ class Specification(torch.amp.GradScaler):
             self._update_by_flags()
         else:
             self._update_by_value(new_scale)
-        self._remember_divided(unstepped)
         carried = {k: flag for k, flag in self._carried.items() if k not in states or is_ready(states[k])}
         self._carried = carried | unstepped
         self._end_streaks(by_value=new_scale is not None)

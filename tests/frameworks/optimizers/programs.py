@@ -307,7 +307,7 @@ def judged(run: Program, scaler_class: Any) -> str:
         except ImportError:
             raise
         except Exception as error:
-            found, texts = type(error).__name__, [str(error)]
+            found, texts = type(error).__name__, [str(error), *getattr(error, "__notes__", [])]
         else:
             texts = [str(each.message) for each in caught]
             found = "right" if torch.allclose(trained, expected, rtol=1e-4, atol=1e-6) else "wrong"

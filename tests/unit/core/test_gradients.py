@@ -83,8 +83,13 @@ def test_every_kind_is_unscaled_and_checked_as_by_torch(place: Place, kind: str)
             assert before == [None if p.grad is None else values(p.grad)._version for p in params_of(mine)]
 
 
+FP16 = r"^Attempting to unscale FP16 gradients\.\n\[ST08\] "  # torch's text, and a note
 REFUSED: dict[str, tuple[Callable[[str], Tensor], type[Exception], str]] = {
-    "fp16": (lambda device: dense(torch.float16).to(device), ValueError, r"^Attempting to unscale FP16 gradients\.\n\[ST08\] "),
+    "fp16": (
+        lambda device: dense(torch.float16).to(device),
+        ValueError,
+        r"^Attempting to unscale FP16 gradients\.\n\[ST08\] ",
+    ),
     "expanded": (lambda device: torch.ones(1, device=device).expand(9), RuntimeError, EXPANDED),
     "expanded values": (lambda device: coo(ONE.to(device).expand(2), 0, 1, is_coalesced=True), RuntimeError, EXPANDED),
     "complex": (lambda device: torch.ones(3, device=device) * 1j, NotImplementedError, "1 has dtype torch.complex64;"),

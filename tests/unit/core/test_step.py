@@ -38,9 +38,9 @@ scale                           | READY      | CHECKED    | UNSCALED   | READY 2
 update                          | none       | READY      | CARRIED    | none         | CARRIED | READY 2
 _check_inf_per_device           | CHECKED    | CHECKED    | UNSCALED   | CARRIED      | FAILED  | STEPPED
 unscale_ fails                  | READY!     | CHECKED!   | again      | CARRIED!     | again   | after
-unscale_ fails after writes     | FAILED!    | FAILED!    | again      | UNSCALED     | again   | after
+unscale_ fails after writes     | FAILED!    | FAILED!    | again      | CARRIED!     | again   | after
 unscale_ interrupted            | READY!     | CHECKED!   | again      | CARRIED!     | again   | after
-... after writes                | FAILED!    | FAILED!    | again      | UNSCALED     | again   | after
+... after writes                | FAILED!    | FAILED!    | again      | CARRIED!     | again   | after
 clip fails                      | READY!     | CHECKED!   | again      | CARRIED!     | again   | after
 clip fails after writes         | FAILED!    | FAILED!    | again      | FAILED!      | again   | after
 _check_inf_per_device fails     | READY!     | CHECKED!   | UNSCALED!  | CARRIED      | FAILED  | STEPPED

@@ -1,0 +1,162 @@
+"""What skips leave behind: gradients that nobody clears, averages that stay NaN. Legitimate loops are told nothing."""
+
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from helpers import PLACES, Place, params_of, started
+from torch import nn
+
+from scaler_triton import GradScaler, ScalerWarning, StepGuard
+
+CLASSES = pytest.mark.parametrize("cls", [GradScaler, StepGuard])
+
+
+def model_of(place: Place) -> nn.Linear:
+    model = nn.Linear(2, 1, bias=False, device=place.device)
+    nn.init.ones_(model.weight)
+    return model
+
+
+def warned(run: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    assert all(each.category is ScalerWarning for each in caught)
+    assert all(each.filename == __file__ for each in caught)
+    return [str(each.message) for each in caught]
+
+
+CLEARS = {
+    "none": ("optimizer.zero_grad()", ""),
+    "zeros": ("optimizer.zero_grad(set_to_none=False)", ""),
+    "after": ("", "optimizer.zero_grad(set_to_none=False)"),
+    "scaled first": ("", ""),
+    "never": ("", ""),
+}
+
+
+@PLACES
+@CLASSES
+@pytest.mark.parametrize("clears", CLEARS)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gradients_that_nobody_clears_between_two_skips_are_warned_of(
+    place: Place, cls: Any, clears: str, micro_batches: int
+) -> None:
+    scaler, model = started(cls, place.device, backend=place.backend), model_of(place)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, before, after = torch.ones(1, 2, device=place.device), *CLEARS[clears]
+
+    def run() -> None:
+        for batch in "..xx..xxx.":
+            exec(before)
+            for _ in range(micro_batches):
+                loss = scaler.scale((model(x) * (torch.inf if batch == "x" else 1.0)).sum())
+                if clears == "scaled first":
+                    optimizer.zero_grad(set_to_none=False)
+                loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+            exec(after)
+
+    texts = warned(run)
+    assert len(texts) == (clears == "never")
+    assert all(text.startswith("[ST05] Two steps of SGD in a row were skipped") for text in texts)
+    assert scaler.was_skipped(optimizer) is (clears == "never")
+    assert not any((each._post_accumulate_grad_hooks or {}) for each in model.parameters()) or clears == "never"
+
+
+def test_a_followed_gradient_is_not_kept() -> None:
+    place = Place("cpu", "torch")
+    scaler, model = started(GradScaler, "cpu"), model_of(place)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (model(torch.ones(1, 2)) * torch.inf).sum().backward()
+    scaler.step(optimizer)
+    gradient = weakref.ref(model.weight.grad)  # type: ignore[arg-type]
+    optimizer.zero_grad()
+    assert gradient() is None
+
+
+class Averages(torch.optim.SGD):
+    """SGD by an average that a hook updates in backward, where no skip is known: so it keeps an overflow's Inf."""
+
+    def __init__(self, parameters: Any, poisoned_by_hook: bool = True) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.average: Any = 0.0
+        for each in params_of(self) if poisoned_by_hook else ():
+            each.register_hook(self.follow)
+
+    def follow(self, grad: Any) -> None:
+        self.average = self.average * 0.5 + grad.detach().sum() * 0.0
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        for each in params_of(self):
+            each.data += self.average
+
+
+@PLACES
+@CLASSES
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_parameters_that_break_in_a_step_after_a_skip_are_warned_of(place: Place, cls: Any, poisoned: bool) -> None:
+    scaler, model = started(cls, place.device, backend=place.backend), model_of(place)
+    frozen = nn.Parameter(torch.full((2,), -torch.inf, device=place.device))  # as masks are
+    optimizer = Averages([frozen, model.weight], poisoned)
+    x = torch.ones(1, 2, device=place.device)
+
+    def run() -> None:
+        for batch in "...xx....":
+            optimizer.zero_grad()
+            frozen.grad = torch.zeros_like(frozen)
+            scaler.scale((model(x) * (torch.inf if batch == "x" else 1.0)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    texts = warned(run)
+    assert len(texts) == poisoned
+    for text in texts:
+        start = "[ST06] A step of Averages by finite gradients has left 1 parameter with NaN or Inf"
+        assert text.startswith(f"{start}, which had none before: the first is number 1, of shape 1 x 2.")
+        assert "The step before was skipped" in text
+    assert bool(model.weight.isfinite().all()) is not poisoned
+
+
+def test_parameters_that_break_in_the_very_first_step_are_warned_of_and_other_parameters_end_the_trial() -> None:
+    scaler, weight = started(GradScaler, "cpu"), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=torch.inf)
+
+    def run() -> None:
+        for _ in range(4):
+            weight.grad = torch.ones(2)
+            scaler.step(optimizer)
+            scaler.update()
+
+    (text,) = warned(run)
+    assert "which had none before: the first is number 0, of shape 2. So" in text
+    assert text.endswith("It was its first one: look at lr, at eps, and at state in fp16.")
+
+    scaler, optimizer = started(GradScaler, "cpu"), torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=torch.inf)
+
+    def replaced() -> None:
+        for _ in range(4):
+            optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(2))]
+            params_of(optimizer)[0].grad = torch.ones(2)
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert warned(replaced) == []
+
+
+def test_a_fused_optimizers_first_step_is_looked_at_too() -> None:
+    scaler, weight = started(GradScaler, "cpu"), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=float("inf"), fused=True)
+
+    def run() -> None:
+        for _ in range(3):
+            weight.grad = torch.ones(2)
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert [text[:6] for text in warned(run)] == ["[ST06]"]
