@@ -279,7 +279,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        weakref.finalize(flag.found_inf, self._free.append, row).atexit = False\n", ""),
     ],
     "scaler_triton/core/memory.py": [
-        ("            self._event.synchronize()\n", "", "gpu/gpu"),
+        ("            self._event.synchronize()\n", "", "gpu/mixed_devices"),
     ],
     "scaler_triton/core/plan.py": [
         ("self.ids = list(map(id, parameters))", "self.ids, self.of = [*map(id, parameters)], parameters", _STEP),
