@@ -753,7 +753,7 @@ def clip_as_requested(scaler: GradScaler, request: clip.Request) -> Tensor:
     squares_fit = not ours.scales or wide_dtype(torch.device(scaler._device)) is torch.float64
     is_ours = overrides(scaler).isdisjoint(("unscale_", "_unscale_grads_"))
     kind: Callable[..., clip.Clip] = functools.partial(clip.ClipAfterUnscaling, scaler.unscale_)
-    if request.is_of_all_by_squares() and is_ours and squares_fit:
+    if request.chosen is None and request.norm_type == 2.0 and is_ours and squares_fit:
         kind = clip.ClipAtOnce
     if scaler._scale is None or scaler._growth_tracker is None:
         several = request.optimizers

@@ -28,7 +28,7 @@ from scaler_triton.clipping.norm import replicas_in
 from scaler_triton.clipping.replicas import replicas_of
 from scaler_triton.core import failures, gradients
 from scaler_triton.core.dispatch import stacklevel
-from scaler_triton.core.flag import any_flag
+from scaler_triton.core.flag import Flag, any_flag
 from scaler_triton.core.memory import fp32_on
 from scaler_triton.core.message import read_sums, tell_failure, write
 from scaler_triton.core.plan import Batch, GradPlan
@@ -71,10 +71,6 @@ class Request(NamedTuple):
     error_if_nonfinite: bool
     model: nn.Module | None
     chosen: set[int] | None  # the ids of the parameters to be clipped; None: all
-
-    def is_of_all_by_squares(self) -> bool:
-        """Return whether the norm is the 2-norm of all gradients."""
-        return self.chosen is None and self.norm_type == 2.0
 
     def refusal(self) -> RuntimeError:
         """Return torch's error for a norm that is NaN or infinite."""
@@ -214,19 +210,21 @@ class ClipAtOnce(Clip):
     def read(self) -> None:
         """Check all gradients, and sum their squares."""
         looks = self.ours.looks_with_norm(self.parts[0].step, self.scale, self.request.model)
+        flags: list[Flag] = []
         for part in self.parts:
             part.step.outcome = None
             part.flag = self.checks.flag_for(part.step, self.scale)
             part.scale = torch.ones_like(self.scale) if self.checks.are_divided(part.step) else self.scale
             given = part.plan, part.parameters, part.step, part.scale, part.flag, self.peers
             part.batches = self.checks.take_looks(looks, *given, sums_partial=True)
-        self._looks = looks
-        self._message = None if self.peers is None else write([part.flag for part in self.parts], looks, self.scale)
+            flags.append(part.flag)
+        self._looks, self._flags = looks, flags
+        self._message = None if self.peers is None else write(flags, looks, self.scale)
 
     def write(self) -> tuple[Tensor, bool]:
         """Unscale and clip in one pass."""
         parts, peers, checks, group = self.parts, self.peers, self.checks, self.group
-        checks.agree([part.flag for part in parts], self._looks, self._message, peers)
+        checks.agree(self._flags, self._looks, self._message, peers)
         totals = self._looks[-1].totals
         assert totals is not None
         refused = self.request.error_if_nonfinite and not math.isfinite(torch_ops.norm_of(totals).item())

@@ -236,7 +236,7 @@ def _begin_anew(guard: StepGuard, optimizers: Sequence[Any]) -> None:
 
     A step is counted if its check failed on this rank or another, as that one's step may have been called.
     """
-    steps = [guard._ours.steps.open(each) for each in optimizers]
+    steps = list(map(guard._ours.steps.open, optimizers))
     try:
         _end_failed(guard, steps)
     finally:

@@ -83,7 +83,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        except RuntimeError:  # the ranks hold different scales\n            pass",
          "        except RuntimeError:  # the ranks hold different scales\n            return True"),
         ("self.phase is not UNSCALED or self.flag is None or self.flag.is_captured:",
-         "self.phase is not UNSCALED or self.flag is None:", _CAPTURE),
+         "self.phase is not UNSCALED or self.flag is None:"),
         ("if self.loss_is_newer and self.peer_has_failed():", "if self.peer_has_failed():"),
         ("if self.loss_is_newer and self.peer_has_failed():", "if self.loss_is_newer:"),
         # Flags and stages that other code has written.
@@ -279,7 +279,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        weakref.finalize(flag.found_inf, self._free.append, row).atexit = False\n", ""),
     ],
     "scaler_triton/core/memory.py": [
-        ("            self._event.synchronize()\n", "", "gpu/gpu"),
+        ("            self._event.synchronize()\n", "", "gpu/mixed_devices"),
     ],
     "scaler_triton/core/plan.py": [
         ("self.ids = list(map(id, parameters))", "self.ids, self.of = [*map(id, parameters)], parameters", _STEP),

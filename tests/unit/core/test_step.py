@@ -381,6 +381,19 @@ def test_gradients_of_a_loss_scaled_since_another_ranks_check_failed_are_checked
 
 
 @pytest.mark.usefixtures("two_ranks")
+def test_a_check_that_was_only_captured_tells_nothing_of_another_rank() -> None:
+    """Until a replay its memory holds what an earlier check left there."""
+    scaler, optimizer = started(ShardedGradScaler, "cpu", init_scale=SCALE), optimizer_of()
+    with another(FAILS):
+        scaler.unscale_(optimizer)
+    scaler._ours.steps.open(optimizer).flag.is_captured = True
+    scale(scaler)
+    renew(optimizer)
+    with pytest.raises(RuntimeError, match="has already been called"):
+        scaler.unscale_(optimizer)
+
+
+@pytest.mark.usefixtures("two_ranks")
 def test_of_a_step_that_failed_before_its_check_it_is_not_known_whether_the_last_one_was_skipped() -> None:
     scaler, optimizer = started(ShardedGradScaler, "cpu", init_scale=SCALE), optimizer_of()
     scaler.step(optimizer)
