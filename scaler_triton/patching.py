@@ -13,6 +13,7 @@ import torch
 
 from scaler_triton import grad_scaler, policy
 from scaler_triton.core import ranks
+from scaler_triton.core.warning import warn
 
 
 def _deprecated(kind: str) -> type:
@@ -93,15 +94,14 @@ def patch_torch(*, strict: bool = False) -> AbstractContextManager[None]:
 
     Raises: TypeError if `strict` is not a bool.
 
-    Warns: UserWarning naming the modules outside torch that have imported torch's classes already; they keep them.
+    Warns: ScalerWarning naming the modules outside torch that have imported torch's classes already; they keep them.
     """
     policy.check_bool(strict, "strict")
     if not _patches and (importers := sorted(_importers())):
-        warnings.warn(
+        warn(
+            "ST14",
             f"torch's gradient scalers were imported before patch_torch() by {', '.join(importers)}, and stay there. "
             "Call patch_torch() before importing what imports them.",
-            UserWarning,
-            stacklevel=2,
         )
     patch = _Patch(strict)
     patch.__enter__()

@@ -36,6 +36,7 @@ from scaler_triton.core.ranks import Ranks, group_ranks, mesh_ranks, several_ran
 from scaler_triton.core.registry import unwrap
 from scaler_triton.core.step import CARRIED, FOREIGN, READY, OptimizerStep, parameters_of
 from scaler_triton.core.torch_ops import wide_dtype, wide_on
+from scaler_triton.core.warning import warn
 from scaler_triton.kernels.abi import FAILURE, OVERFLOWS
 
 if TYPE_CHECKING:
@@ -416,5 +417,5 @@ def _chosen_ids(parameters: Iterable[Tensor] | Tensor, optimizers: Sequence[Any]
     ids = {id(each) for each in chosen}
     trained = any(each.requires_grad for each in chosen)  # a frozen one may be in no optimizer
     if trained and ids.isdisjoint(map(id, parameters_of(*optimizers))):
-        warnings.warn(_NOT_HELD, stacklevel=stacklevel())
+        warn("ST13", _NOT_HELD)
     return ids

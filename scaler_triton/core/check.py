@@ -112,7 +112,9 @@ class Checks:
 
     def looks_for(self, step: OptimizerStep, scale: Tensor, divide: bool) -> Sequence[Look]:
         """Return the looks of a check; gradients that were divided before an update are not divided again."""
-        return self.dividing if divide and not self.are_divided(step) else self.reading
+        if divide and not (step.phase is CARRIED and self.are_divided(step)):
+            return self.dividing
+        return self.reading
 
     def are_divided(self, step: OptimizerStep) -> bool:
         """Return whether a step is CARRIED, and nobody has written its gradients since they were divided."""

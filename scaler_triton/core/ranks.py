@@ -6,7 +6,6 @@ It also runs their collectives.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scaler_triton.core.dispatch import stacklevel
 from scaler_triton.core.gradients import dtensor_spec, is_fsdp1
 from scaler_triton.core.meeting import meet
+from scaler_triton.core.warning import warn_once
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,7 +59,7 @@ def ranks_of_meshes(parameters: Sequence[Tensor], warned: set[str]) -> Ranks | N
     if several_ranks() and any(map(is_fsdp1, parameters)):
         if strict:
             raise RuntimeError(_ON_FSDP1)
-        _warn_once(warned, _ON_FSDP1)
+        warn_once(warned, "ST11", _ON_FSDP1)
     return mesh_ranks(parameters)
 
 
@@ -68,13 +67,7 @@ def warn_if_apart(warned: set[str], mine: Ranks | None, others: Iterable[Ranks |
     """Warn once if another optimizer's flag is reduced over other ranks: all optimizers share one scale."""
     for theirs in others:
         if mine is not None and theirs is not None and theirs.ranks != mine.ranks:
-            _warn_once(warned, _APART, list(theirs.ranks), list(mine.ranks))
-
-
-def _warn_once(warned: set[str], text: str, *named: list[int]) -> None:
-    if text not in warned:
-        warned.add(text)
-        warnings.warn(text.format(*named), UserWarning, stacklevel=stacklevel())
+            warn_once(warned, "ST12", _APART.format(list(theirs.ranks), list(mine.ranks)))
 
 
 def group_ranks(parameters: Iterable[Tensor], process_group: Any) -> Ranks | None:

@@ -21,6 +21,7 @@ from scaler_triton.core import ranks
 from scaler_triton.core.gradients import DDP_SPEC, DTYPES, is_distributed, is_dtensor, local_tensor
 from scaler_triton.core.torch_ops import is_plain
 from scaler_triton.kernels.abi import INF, LAST_SKIP, NAN, SKIPPED
+from scaler_triton.report.hooks import poisoned_hooks
 from scaler_triton.report.marks import WORDS, generations_of, marks_of
 from scaler_triton.text import count_of, error_line, one_line, ranges, rank_names, table
 
@@ -103,6 +104,7 @@ class OverflowReport:
         checked: how many gradients the optimizers with a bad one have, on the ranks with a bad one; 0: unknown.
         ranks: how many ranks have reported.
         bad_parameters: those that the optimizers hold and that are not finite now, by rank.
+        causes: what else makes steps overflow, each with what to do.
     """
 
     update: int | None
@@ -114,6 +116,7 @@ class OverflowReport:
     checked: int = 0
     ranks: int = 1
     bad_parameters: tuple[BadParameter, ...] = ()
+    causes: tuple[str, ...] = ()
 
     @property
     def conclusion(self) -> str:
@@ -124,6 +127,8 @@ class OverflowReport:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             verb = "themselves hold" if more else "itself holds"
             return f"{names[0]}{more} {verb} {kinds}: go back to a checkpoint."
+        if self.causes:
+            return f"{' '.join(self.causes)}."
         return " ".join(filter(None, (self._what(), self._whose()))) if self.bad and self.checked else ""
 
     def _what(self) -> str:
@@ -239,6 +244,8 @@ def overflow_report(
     rank = ranks.own_rank(process_group)
     try:
         report = _own_report(steps.all(), counters.read(), home, _known_model(steps, models, model), rank)
+        if report.pending or report.update:
+            report = replace(report, causes=tuple(poisoned_hooks(_last_module(models))))
     except Exception as error:
         if group is not None:
             with suppress(TimeoutError):  # this rank came alone
@@ -300,6 +307,10 @@ def _known_model(steps: Steps, models: Models, model: Model) -> Model:
     return next((found for each in given if each is not None and (found := each()) is not None), None)
 
 
+def _last_module(models: Models) -> nn.Module | None:
+    return None if models.last is None else models.last()
+
+
 def _not_finite(held: Mapping[int, Tensor]) -> dict[int, str]:
     """Wait for the device, and return which of these parameters are not finite, and what they hold."""
     groups: dict[Any, dict[int, Tensor]] = {}
@@ -327,7 +338,9 @@ def _held_by(step: OptimizerStep) -> dict[int, Tensor]:
 def _gather(own: OverflowReport, group: Any, home: torch.device) -> OverflowReport:
     """Return the report with the findings of every rank of `group`, all of which must call this."""
     whole = asdict(own)
-    mine = json.dumps({name: whole[name] for name in ("bad", "bad_parameters", "not_covered", "checked")}).encode()
+    mine = json.dumps(
+        {name: whole[name] for name in ("bad", "bad_parameters", "not_covered", "checked", "causes")}
+    ).encode()
     every = [json.loads(data) for data in ranks.gather_bytes("overflow_report(gather=True)", mine, group, home)]
     return replace(
         own,
@@ -335,6 +348,7 @@ def _gather(own: OverflowReport, group: Any, home: torch.device) -> OverflowRepo
         bad_parameters=tuple(BadParameter(**each) for one in every for each in one["bad_parameters"]),
         not_covered=tuple(sorted({text for one in every for text in one["not_covered"]})),
         checked=sum(one["checked"] for one in every),
+        causes=tuple(sorted({text for one in every for text in one.get("causes", ())})),
         ranks=len(every),
     )
 

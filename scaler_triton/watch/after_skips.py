@@ -39,7 +39,7 @@ _AT_FIRST = "It was its first one: look at lr, at eps, and at state in fp16."
 
 
 class Following:
-    """Whether the gradient of one parameter is cleared before the backward that comes after a skip."""
+    """Whether backward has only ever added to a gradient since a skip, as where nobody clears it."""
 
     def __init__(self, parameter: Tensor, at: int) -> None:
         self.at = at  # the number of steps when the skip is over
@@ -50,19 +50,26 @@ class Following:
         self._handle = parameter.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
 
     def __call__(self, parameter: Tensor) -> None:
-        """Compare versions: backward adds to what is there in one write, `zero_()` before it would be another."""
-        self._handle.remove()
+        """Compare versions: backward adds in one write; `zero_()` before it, which may come later, is another."""
         grad = self._grad()
-        if grad is not None and grad is parameter.grad:
-            self.is_uncleared = local_tensor(grad)._version == self._version + 1
+        self._version += 1
+        self.is_uncleared = grad is not None and grad is parameter.grad and local_tensor(grad)._version == self._version
+        if not self.is_uncleared:
+            self.end()
+
+    def end(self) -> None:
+        """Follow it no longer."""
+        self._handle.remove()
 
 
 def follow_gradients(step: OptimizerStep, warned: set[str]) -> None:
     """After a skip follow a gradient to the next one, and warn if nobody has cleared it in between."""
     owner = step.owner()
-    before = step.notes.pop("following", None)
-    if before is not None and before.is_uncleared and before.at == step.steps_taken:
-        warn_once(warned, "ST05", _UNCLEARED.format(type(owner).__name__))
+    before: Following | None = step.notes.pop("following", None)
+    if before is not None:
+        before.end()
+        if before.is_uncleared and before.at == step.steps_taken:
+            warn_once(warned, "ST05", _UNCLEARED.format(type(owner).__name__))
     followed = next((each for each in parameters_of(owner) if each.grad is not None and each.is_leaf), None)
     if followed is not None and followed.requires_grad:
         with suppress(RuntimeError, TypeError):  # a subclass of tensors may have no hooks or weak references

@@ -189,3 +189,39 @@ def test_groups_of_other_ranks_do_not_mix(four):
     for rank, answers in enumerate(four.run(groups_of_one_name)):
         assert [each[:12] for each in answers] == ["TimeoutError"] * (rank % 2 == 0) + ["GradScaler o"]
         assert answers[-1].endswith("; 2 ranks")
+
+
+def of_a_hook_that_keeps_errors(rank: int) -> tuple[list[str], list[bool]]:
+    """One overflow under PowerSGD: what is concluded, and which steps are skipped until its state is cleared."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64, bias=False))
+    state = power.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, power.powerSGD_hook)
+    scaler, optimizer = new_scaler("grad"), torch.optim.SGD(model.parameters(), lr=0.1)
+    skips = []
+
+    def step(factor: float) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 64)).mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        skips.append(scaler.was_skipped(optimizer))
+
+    for factor in (1.0, 1.0, 1.0, 1.0, float("inf"), 1.0):
+        step(factor)
+    said = str(scaler.overflow_report(model)).splitlines()[1:2]
+    state.error_dict.clear()
+    state.p_memory_dict.clear()
+    state.q_memory_dict.clear()
+    step(1.0)
+    return said, skips[3:]
+
+
+def test_a_hook_that_keeps_an_overflow_is_named_as_the_cause(two):
+    for said, skips in two.run(of_a_hook_that_keeps_errors):
+        assert skips == [False, True, True, False]
+        (line,) = said
+        assert line.startswith("[ST10] The communication hook powerSGD_hook keeps NaN or Inf of an earlier step in ")
+        assert "state.error_dict.clear()" in line

@@ -68,6 +68,23 @@ def test_gradients_that_nobody_clears_between_two_skips_are_warned_of(
     assert not any((each._post_accumulate_grad_hooks or {}) for each in model.parameters()) or clears == "never"
 
 
+def test_gradients_of_another_loss_that_are_cleared_later_are_no_sign() -> None:
+    """As in a GAN: the generator's loss also adds to the discriminator's gradients, which are cleared afterwards."""
+    scaler, models = started(GradScaler, "cpu"), [model_of(Place("cpu", "torch")) for _ in range(2)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+
+    def run() -> None:
+        for batch in ".xx.xxx.":
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=False)
+                factor = torch.inf if batch == "x" else 1.0
+                scaler.scale(sum(each(torch.ones(1, 2)) for each in models).sum() * factor).backward()  # type: ignore[union-attr]
+                scaler.step(optimizer)
+            scaler.update()
+
+    assert warned(run) == []
+
+
 def test_a_followed_gradient_is_not_kept() -> None:
     place = Place("cpu", "torch")
     scaler, model = started(GradScaler, "cpu"), model_of(place)
