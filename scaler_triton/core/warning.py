@@ -8,14 +8,14 @@ from scaler_triton.core.dispatch import stacklevel
 
 
 class ScalerWarning(UserWarning):
-    """What a scaler has noticed and cannot mend; the text begins with a code, such as "[ST03]"."""
+    """What a scaler has noticed and cannot mend; the text begins with a code, such as "[STnn]"."""
 
 
 def warn(code: str, text: str) -> None:
     """Warn, naming the innermost line that is neither the package's nor torch's.
 
     Args:
-        code: such as "ST03".
+        code: of four letters and digits.
         text: what was seen, why it trains wrongly, and what to write instead.
     """
     warnings.warn(f"[{code}] {text}", ScalerWarning, stacklevel=stacklevel("scaler_triton", "torch"))

@@ -152,6 +152,7 @@ def test_the_page_on_skips_quotes_a_report_as_it_is_and_every_conclusion() -> No
     assert f"\n{one}\n```" in text
     weight = said(bad_parameters=(BadParameter("positions", "NaN", 1),))
     reports = [said("a", "b", kinds="NaN", checked=2), said("a", "b", checked=2), one, one, weight]
+    reports.append(said("a", causes=("[ST10] The communication hook powerSGD_hook keeps NaN or Inf",)))
     reports.append(said(spikes=(Spike(41.2, 7.9),)))
     quoted = re.findall(r'^\| "(.+?)" \|', text, re.MULTILINE)
     for pattern, report in zip(quoted, reports, strict=True):
@@ -182,6 +183,19 @@ def test_every_text_on_the_page_of_troubles_has_a_source() -> None:
     headings = re.findall(r"^### (.+)$", TEXTS["docs/troubleshooting.md"].split("\n## Nothing is printed")[0], re.M)
     assert len(headings) == len(PROBLEMS) >= 30
     assert {*headings} == {*dict(QUOTED), *PRINTED_BY_C}
+
+
+def test_every_code_is_explained_once_and_comes_from_the_file_that_the_page_names() -> None:
+    explained = [(code, path) for _, origin in PROBLEMS for code, path in re.findall(r"`\[(ST\d+)\]`, `(.*?)`", origin)]
+    by_file = {path: path.read_text() for path in (ROOT / "scaler_triton").rglob("*.py")}
+    used = {
+        (code, str(path.relative_to(ROOT)))
+        for path, text in by_file.items()
+        for code in re.findall(r'"\[?(ST\d\d)(?:\]|"(?! in ))', text)
+    }
+    named_elsewhere = {("ST05", "scaler_triton/report/streak.py"), ("ST06", "scaler_triton/report/streak.py")}  # causes
+    assert sorted(explained) == sorted(used - named_elsewhere)
+    assert sorted(code for code, _ in explained) == [f"ST{number:02}" for number in range(1, len(explained) + 1)]
 
 
 @pytest.mark.parametrize(("heading", "path"), QUOTED)
