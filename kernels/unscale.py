@@ -4,8 +4,6 @@ Unscaling moves two element widths per element, one if the inverse scale is 1; a
 writes moves.
 """
 
-from collections.abc import Hashable
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -87,17 +85,24 @@ def launch_unscale(table: GradTable, scale: Tensor, found_inf: Tensor, *, invers
         inverse: `scale` holds the inverse scale.
     """
     if table.n_chunks:
-        key = "unscale", inverse
-        launch = table.launches.get(key) or _add_launch(table, key, WRITE=True, INVERSE=inverse)
+        launch = launch_of(table, "unscale by inverse" if inverse else "unscale")
         launch(table.n_chunks, table.addresses, found_inf, scale)
 
 
 def launch_check(table: GradTable, found_inf: Tensor) -> None:
     """Flag what is not finite in the gradients of `table`, which are read only; arguments as of `launch_unscale`."""
     if table.n_chunks:
-        launch = table.launches.get("check") or _add_launch(table, "check", WRITE=False, INVERSE=False)
-        launch(table.n_chunks, table.addresses, found_inf, found_inf)  # it reads no scale
+        launch_of(table, "check")(table.n_chunks, table.addresses, found_inf, found_inf)  # it reads no scale
 
 
-def _add_launch(table: GradTable, key: Hashable, **constants: bool) -> Launch:
-    return table.add_launch(key, _unscale_kernel, table.bits, table.generation, **constants)
+def launch_of(table: GradTable, mode: str) -> Launch:
+    """Return the launch of a pass over a table, whose arguments are the addresses, `found_inf` and the scale.
+
+    Args:
+        table: of the gradients.
+        mode: "unscale", "unscale by inverse" or "check".
+    """
+    constants = {"WRITE": mode != "check", "INVERSE": mode == "unscale by inverse"}
+    return table.launches.get(mode) or table.add_launch(
+        mode, _unscale_kernel, table.bits, table.generation, **constants
+    )

@@ -228,13 +228,16 @@ class GradScaler(torch.amp.GradScaler):
             return
         if self._scale is None or self._growth_tracker is None:
             _require_scale(self, "unscale_", [optimizer])
-        step = self._ours.steps.open(optimizer)
+        checks = self._ours.checks
+        step = checks.steps.open(optimizer)
         if step.phase is FOREIGN:
             super().unscale_(optimizer)
             return
         step.require_unscalable()
-        _check(self, step, optimizer, overrides(self), divide=True)
-        self._ours.checks.flag_is_read_later(step, optimizer)
+        replaced = overrides(self)
+        if replaced or not checks.repeat(step, optimizer, self._scale, self.process_group, divide=True):
+            _check(self, step, optimizer, replaced, divide=True)
+        checks.flag_is_read_later(step, optimizer)
 
     def clip_grad_norm_(
         self,
@@ -296,9 +299,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
-        steps = self._ours.steps
+        checks = self._ours.checks
+        steps = checks.steps
         if args or kwargs:
-            args = closures.watched(self._ours.checks, args, kwargs)
+            args = closures.watched(checks, args, kwargs)
         if self._scale is None or self._growth_tracker is None:
             _require_scale(self, "step", [optimizer])
         step, updates = steps.open(optimizer), steps.updates
@@ -309,10 +313,9 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         replaced = overrides(self)
         if step.phase is READY:
-            if way:
-                _check_for_fused(self, step, optimizer, replaced, way)
-            else:
-                _check_for_plain(self, step, optimizer, replaced)
+            divide = not (way and self._ours.scales)
+            if replaced or not checks.repeat(step, optimizer, self._scale, self.process_group, divide=divide):
+                (_check_for_fused if way else _check_for_plain)(self, step, optimizer, replaced, way)
         try:
             if way:
                 result: float | None = _step_fused(self, step, optimizer, way, args, kwargs)
@@ -320,7 +323,7 @@ class GradScaler(torch.amp.GradScaler):
                 result = _step_plain(self, step, optimizer, replaced, args, kwargs)
         except BaseException:  # whatever it has done, the step is spent
             step.outcome = None
-            failures.spend(self._ours.checks, step, self._scale.device, agreed=True)
+            failures.spend(checks, step, self._scale.device, agreed=True)
             raise
         step.steps_taken += 1
         if steps.updates == updates:  # else the optimizer has called `update`
@@ -830,7 +833,9 @@ def _refuse_capture(scaler: GradScaler) -> None:
         raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
 
 
-def _check_for_plain(scaler: GradScaler, step: OptimizerStep, optimizer: Any, replaced: frozenset[str]) -> None:
+def _check_for_plain(
+    scaler: GradScaler, step: OptimizerStep, optimizer: Any, replaced: frozenset[str], way: str
+) -> None:
     if scaler._scale.is_cuda:
         _refuse_capture(scaler)
     if "unscale_" in replaced:

@@ -25,8 +25,9 @@ from scaler_triton.core.look import Divide, Look, Read
 from scaler_triton.core.message import agree, write
 from scaler_triton.core.observer import Meeting
 from scaler_triton.core.plan import Batch, GradPlan
+from scaler_triton.core.prepared import Prepared
 from scaler_triton.core.registry import Steps
-from scaler_triton.core.step import CARRIED, FLAGS, UNSCALED, parameters_of
+from scaler_triton.core.step import CARRIED, FLAGS, READY, UNSCALED, parameters_of
 
 if TYPE_CHECKING:
     from scaler_triton.core.observer import Observer
@@ -143,12 +144,64 @@ class Checks:
         if plan.is_new:
             divides = divide and looks is not self.reading
             self.tell_met(Meeting(step, plan, parameters, scale, flag, divides))
-        for batch in batches:
-            for look in looks:
-                look.run(batch, scale, flag)
-        if flag.gather():
+        prepared = self._prepare(looks, plan, batches, scale, flag, divide) if peers is None else None
+        if prepared is not None:
+            is_found = prepared.run(batch.tensors for batch in batches)
+        else:
+            for batch in batches:
+                for look in looks:
+                    look.run(batch, scale, flag)
+            is_found = flag.gather()
+        if is_found:
             self.tell_found(step, batches)
         return batches
+
+    def _prepare(
+        self,
+        looks: Sequence[Look],
+        plan: GradPlan,
+        batches: Sequence[Batch],
+        scale: Tensor,
+        flag: Flag,
+        divide: bool,
+    ) -> Prepared | None:
+        """Return an ordinary check, which the plan keeps, None if it is no such one."""
+        selectors = plan.selectors(batches)
+        is_at_home = plan.devices == [flag.device] and scale.dtype is torch.float32 and type(scale) is Tensor
+        if len(looks) > 1 or selectors is None or not is_at_home or flag.is_captured:
+            return None
+        bound = [looks[0].bind(batch.layout, scale, flag.found_inf) for batch in batches]
+        passes = [each for each in bound if each is not None]
+        if len(passes) == len(bound):
+            plan.prepared = Prepared(plan, scale, flag, divide, passes, selectors)
+            return plan.prepared
+        return None
+
+    def repeat(self, step: OptimizerStep, optimizer: Any, scale: Tensor, group: Any, *, divide: bool) -> bool:
+        """Check a READY step's gradients as last time, if that was an ordinary check and all is as it was.
+
+        Args: as of `check`.
+
+        Returns: whether that was so; otherwise nothing has been done.
+        """
+        prepared = None if step.plan is None else step.plan.prepared
+        if prepared is None or prepared.divides is not divide or step.phase is not READY or group is not None:
+            return False
+        if self.sharded and ranks.is_in_a_group(group):
+            return False
+        rows = prepared.rows(step, optimizer, scale)
+        if rows is None:
+            return False
+        flag, step.outcome = prepared.flag, None
+        try:
+            flag.clear()
+            if prepared.run(rows):
+                self.tell_found(step, prepared.batches(rows))
+            step.accept(flag, {flag.device: flag.found_inf}, divided=divide)
+        except BaseException:
+            failures.fail(self, step, optimizer, scale.device, None, None, flag)
+            raise
+        return True
 
     def tell_met(self, meeting: Meeting) -> None:
         """Tell the observers that a check has met gradients of new forms."""

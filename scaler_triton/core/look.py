@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from scaler_triton.core.passes import check_batch, unscale_batch_
+from scaler_triton.core.passes import Pass, bind_check, bind_unscale, check_batch, unscale_batch_
 
 if TYPE_CHECKING:
     from scaler_triton.core.flag import Flag
-    from scaler_triton.core.plan import Batch, GradPlan
+    from scaler_triton.core.plan import Batch, GradPlan, Layout
     from scaler_triton.core.ranks import Ranks
 
 
@@ -36,6 +36,10 @@ class Look:
     def run(self, batch: Batch, scale: Tensor, flag: Flag) -> None:
         """Look at a batch: set `flag.found_inf_on(device)` if it is not finite; `scale` has one element, at home."""
         raise NotImplementedError
+
+    def bind(self, layout: Layout, scale: Tensor, found_inf: Tensor) -> Pass | None:
+        """Return what `run` does with batches of a layout in which no gradient is missing; None: `run` must do it."""
+        return None
 
     def numbers(self, flags: Sequence[Flag]) -> Tensor:
         """Return this rank's numbers, `wide_dtype` [n_sums], on the flags' device."""
@@ -60,6 +64,10 @@ class Divide(Look):
             flag.written = True
             unscale_batch_(batch, scale, found_inf)
 
+    def bind(self, layout: Layout, scale: Tensor, found_inf: Tensor) -> Pass | None:
+        """Return the pass that divides."""
+        return bind_unscale(layout, scale, found_inf)
+
 
 class Read(Look):
     """found_inf = any gradient is NaN or Inf."""
@@ -67,3 +75,7 @@ class Read(Look):
     def run(self, batch: Batch, scale: Tensor, flag: Flag) -> None:
         """Check a batch."""
         check_batch(batch, flag.found_inf_on(batch.layout.device))
+
+    def bind(self, layout: Layout, scale: Tensor, found_inf: Tensor) -> Pass | None:
+        """Return the pass that checks."""
+        return bind_check(layout, found_inf)

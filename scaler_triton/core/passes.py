@@ -6,7 +6,8 @@ unscale: that, and g *= 1 / scale                        reads and writes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from scaler_triton.kernels.config import config_for
 
 if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
+
+
+Pass = Callable[[Sequence[Tensor]], object]  # what a look does with all gradients of one layout
 
 
 def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: bool = False) -> None:
@@ -47,15 +51,52 @@ def check_batch(batch: Batch, found_inf: Tensor) -> None:
         kernels().unscale.launch_check(table_of(batch, "check"), found_inf)
 
 
+def bind_unscale(layout: Layout, scale: Tensor, found_inf: Tensor) -> Pass | None:
+    """Return a function that does what `unscale_batch_` does with all gradients of a layout; None: there is none.
+
+    Args:
+        layout: its backend is chosen.
+        scale: one element, fp32, on the layout's device; read at each call.
+        found_inf: as of `unscale_batch_`.
+    """
+    if layout.backend == "torch":
+        if not torch_ops.serves(layout.device, layout.key.dtype):
+            return None
+        unscale_: Any = torch._amp_foreach_non_finite_check_and_unscale_
+        return lambda tensors: unscale_(tensors, found_inf, torch_ops.inverse(scale))
+    return _bind_launch(layout, "unscale", found_inf, scale)
+
+
+def bind_check(layout: Layout, found_inf: Tensor) -> Pass | None:
+    """Return a function that does what `check_batch` does with all gradients of a layout; None: there is none."""
+    if layout.backend == "torch":
+        if not torch_ops.serves(layout.device, layout.key.dtype):
+            return None
+        check_: Any = torch._amp_foreach_non_finite_check_and_unscale_
+        one = torch_ops.constants(found_inf, torch.float32, 1.0)
+        return lambda tensors: check_(tensors, found_inf, one)
+    return _bind_launch(layout, "check", found_inf, found_inf)
+
+
+def _bind_launch(layout: Layout, mode: str, found_inf: Tensor, scale: Tensor) -> Pass:
+    table = _table_for(layout, mode)
+    launch, n_chunks = kernels().unscale.launch_of(table, mode), table.n_chunks
+
+    def run(tensors: Sequence[Tensor]) -> None:
+        table.set_addresses(map(Tensor.data_ptr, tensors))
+        if n_chunks:
+            launch(n_chunks, table.addresses, found_inf, scale)
+
+    return run
+
+
 def table_of(batch: Batch, mode: str, *, filled_by: str = "") -> GradTable:
     """Return the kernels' table for a pass over a batch, with the addresses of its gradients.
 
     They are there already if the table is that of the pass `filled_by`, which has just read the batch.
     """
     layout, present = batch.layout, batch.present
-    table = layout.tables.get(mode)
-    if table is None:
-        table = layout.tables[mode] = _new_table(layout, mode)
+    table = _table_for(layout, mode)
     if table is layout.tables.get(filled_by):
         return table
     if present is batch.tensors:
@@ -65,13 +106,15 @@ def table_of(batch: Batch, mode: str, *, filled_by: str = "") -> GradTable:
     return table
 
 
-def _new_table(layout: Layout, mode: str) -> GradTable:
-    """Return a table for a pass over a layout, perhaps another pass's with an equal launch configuration."""
-    key = layout.key
-    config = config_for(key.device, mode, key.dtype.itemsize, layout.numels)
-    for table in layout.tables.values():
-        if table.config == config:
-            return table
-    skip_count = None if layout.skip_count is None else layout.skip_count()
-    made: GradTable = kernels().table.GradTable(layout.numels, key.dtype, key.device, config, skip_count)
-    return made
+def _table_for(layout: Layout, mode: str) -> GradTable:
+    """Return a layout's table for a pass, perhaps that of another pass with an equal launch configuration."""
+    table = layout.tables.get(mode)
+    if table is None:
+        key = layout.key
+        config = config_for(key.device, mode, key.dtype.itemsize, layout.numels)
+        table = next((each for each in layout.tables.values() if each.config == config), None)
+        if table is None:
+            skip_count = None if layout.skip_count is None else layout.skip_count()
+            table = kernels().table.GradTable(layout.numels, key.dtype, key.device, config, skip_count)
+        layout.tables[mode] = table
+    return table

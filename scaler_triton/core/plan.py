@@ -23,6 +23,7 @@ from scaler_triton.core.gradients import check_gradient, coalesce_fp16, local_te
 from scaler_triton.core.torch_ops import is_plain
 
 if TYPE_CHECKING:
+    from scaler_triton.core.prepared import Prepared
     from scaler_triton.core.ranks import Ranks
     from scaler_triton.kernels.table import GradTable
 
@@ -118,7 +119,8 @@ class GradPlan:
         self._reduced_specs: list[Any] = [None] * len(parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
         # Of all gradients of a step in which none was missing; and for each gradient, shared by those of one form.
-        self._match_all: Matcher | None = None
+        self.guard: Matcher | None = None
+        self.prepared: Prepared | None = None  # the last check of these gradients, if it was an ordinary one
         self._matchers: list[Matcher] = [unknown] * len(parameters)
         self._matchers_by_form: dict[Any, Matcher] = {}
         self._build_layouts([_expected_form(parameter) for parameter in parameters], parameters)
@@ -138,7 +140,7 @@ class GradPlan:
             local = self._known_shards(grads)
         else:
             local = grads = tuple(map(_grad_of, parameters))  # a slice of all is itself, no copy
-        if self._match_all is not None and local and (allow_fp16 or not self._has_fp16) and self._match_all(*local):
+        if self.guard is not None and local and (allow_fp16 or not self._has_fp16) and self.guard(*local):
             steady = []
             for layout, row in self._rows:
                 tensors = row(local)
@@ -159,8 +161,8 @@ class GradPlan:
         all_match = bool(local) and (allow_fp16 or not self._has_fp16)
         all_match = all_match and all(map(call, compress(self._matchers, is_present), compress(local, is_present)))
         # One that is there already has refused them, as torch's guard does if a gradient comes twice: so would another.
-        if all_match and all(is_present) and self._match_all is None:
-            self._match_all = list_matcher(local, self._matchers)
+        if all_match and all(is_present) and self.guard is None:
+            self.guard = list_matcher(local, self._matchers)
         others: list[Batch] = []
         if not all_match:
             if summed:
@@ -168,6 +170,8 @@ class GradPlan:
                 grads = tuple(map(_grad_of, parameters))
             local, others = self._inspect([*grads], parameters, allow_fp16)
             is_present = [grad is not None for grad in local]
+            if local and all(is_present):
+                self.guard = list_matcher(local, self._matchers)
         batches = []
         for layout, row in self._rows:
             tensors = row(local)
@@ -204,7 +208,7 @@ class GradPlan:
 
         Returns: `grads` with shards for DTensors, and without sparse gradients; the batches of sparse and Partial ones.
         """
-        self._match_all = None  # its forms may come again, when the layouts are those of others
+        self.guard = self.prepared = None  # its forms may come again, when the layouts are those of others
         partials = self._localise(grads, parameters)
         new = {
             index: grad
@@ -267,6 +271,12 @@ class GradPlan:
             if shards != self.grad_shards.get(index, usual):
                 self.grad_shards[index] = shards
         return partials
+
+    def selectors(self, batches: Sequence[Batch]) -> list[Callable[[Sequence[Any]], Sequence[Any]]] | None:
+        """Return for each layout a function that selects its gradients, None if some are missing or in no layout."""
+        if self.guard is None or len(batches) != len(self._rows) or any(b.present is not b.tensors for b in batches):
+            return None
+        return [row for _, row in self._rows]
 
     def is_for(self, parameters: Sequence[Tensor], home: torch.device) -> bool:
         """Return whether the plan was made for these parameters, where they and the scale are now.

@@ -39,14 +39,19 @@ def wide_on(device: torch.device, numbers: Tensor, *, non_blocking: bool = False
     return numbers.to(device, wide_dtype(device), non_blocking=non_blocking)
 
 
+def serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch's op of `unscale_` is right there: on GPUs it takes no bf16, and checks fp64 in fp32."""
+    return device.type == "cpu" or dtype in (torch.float16, torch.float32)
+
+
 def unscale_(tensors: Sequence[Any], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Multiply every gradient by `inv_scale` and set `found_inf` to 1 if one held NaN or Inf before.
 
-    Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, which on GPUs does not take bf16, and checks fp64 in
-    fp32. Tensor subclasses implement that op, and perhaps no other.
+    Equivalent: `torch._amp_foreach_non_finite_check_and_unscale_`, where it `serves`. Tensor subclasses implement that
+    op, and perhaps no other.
     """
     first = tensors[0]
-    if first.is_cpu or first.dtype in (torch.float16, torch.float32) or not is_plain(first):
+    if serves(first.device, first.dtype) or not is_plain(first):
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)  # type: ignore[arg-type]
     else:
         check(tensors, found_inf)

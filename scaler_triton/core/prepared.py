@@ -1,0 +1,77 @@
+"""A prepared check: what an ordinary one bound, and one guard that says whether all is as it was.
+
+Ordinary: no other rank must agree, one look is taken, and every parameter has a dense gradient on the scale's device.
+The first such check prepares, and runs what it has prepared; a steady one asks the guard and runs it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from scaler_triton.core.dispatch import is_capturing
+from scaler_triton.core.plan import Batch, GradPlan
+from scaler_triton.core.step import FLAGS
+
+if TYPE_CHECKING:
+    from scaler_triton.core.flag import Flag
+    from scaler_triton.core.passes import Pass
+    from scaler_triton.core.step import OptimizerStep
+
+_grad_of = attrgetter("grad")
+
+
+class Prepared:
+    """One optimizer's check as it was last time.
+
+    Args:
+        plan: of its gradients, all of which are there.
+        scale: one element, fp32; read in each run.
+        flag: written in each run.
+        divides: whether the look divides.
+        passes: the look at the gradients of each layout.
+        selectors: for each layout a function that selects its gradients.
+    """
+
+    def __init__(
+        self,
+        plan: GradPlan,
+        scale: Tensor,
+        flag: Flag,
+        divides: bool,
+        passes: Sequence[Pass],
+        selectors: Sequence[Callable[[Sequence[Any]], Sequence[Tensor]]],
+    ) -> None:
+        self.plan, self.scale, self.flag, self.divides = plan, scale, flag, divides
+        self.passes, self._selectors, self._guard = passes, selectors, plan.guard
+        self._may_capture = scale.is_cuda
+
+    def rows(self, step: OptimizerStep, optimizer: Any, scale: Tensor) -> Sequence[Sequence[Tensor]] | None:
+        """Return the gradients by layout if all is as it was, else None."""
+        plan = self.plan
+        if scale is not self.scale or step.flag is not self.flag or step[FLAGS] or plan.is_new:
+            return None
+        if self._may_capture and is_capturing():
+            return None
+        groups = optimizer.param_groups
+        parameters = groups[0]["params"] if len(groups) == 1 else [each for group in groups for each in group["params"]]
+        if list(map(id, parameters)) != plan.ids:
+            return None
+        grads = tuple(map(_grad_of, parameters))
+        if not self._guard(*grads):  # type: ignore[misc]
+            return None
+        return [select(grads) for select in self._selectors]
+
+    def batches(self, rows: Sequence[Sequence[Tensor]]) -> list[Batch]:
+        """Return these gradients as a check's batches."""
+        return [Batch(layout, row, row) for layout, row in zip(self.plan.layouts, rows, strict=True)]
+
+    def run(self, rows: Iterable[Sequence[Any]]) -> bool:
+        """Take the look at all gradients; return whether one is known, without a wait, to be not finite."""
+        self.flag.has_gradients, self.flag.written = True, self.divides
+        for look, tensors in zip(self.passes, rows, strict=True):
+            look(tensors)
+        return self.flag.gather()
