@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler
 from scaler_triton.clipping import norm
-from scaler_triton.core import ranks, torch_ops
+from scaler_triton.core import ranks
 from scaler_triton.core.check import Checks
 from scaler_triton.core.step import Phase
 
@@ -60,7 +60,9 @@ def call(
     method: str, *given: Any, fails: str = "", after: bool = False, error: type[BaseException] = MemoryError
 ) -> Event:
     """Return the event of a call to the scaler; a pass or a reduction may fail in it, even after doing its work."""
-    target: Any = {"reduce_": ranks.Ranks, "unscale_": torch_ops, "take_looks": Checks}.get(fails, norm)
+    target: Any = {"reduce_": ranks.Ranks, "take_looks": Checks}.get(fails, norm)
+    if fails == "unscale_":
+        target, fails = torch, "_amp_foreach_non_finite_check_and_unscale_"
     real = getattr(target, fails, None)
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -69,7 +71,11 @@ def call(
         raise error
 
     def event(scaler: Any, optimizer: Any) -> None:
-        with mock.patch.object(target, fails, fail) if fails else nullcontext():
+        general = mock.patch.object(Checks, "repeat", return_value=False)  # a prepared check has no such function
+        with (
+            mock.patch.object(target, fails, fail) if fails else nullcontext(),
+            general if fails == "take_looks" else nullcontext(),
+        ):
             getattr(scaler, method)(optimizer, *given)
 
     return event

@@ -141,10 +141,10 @@ class Checks:
                 look.begin(plan, parameters, peers, flag, scale)
         allow_fp16, summed = self.allow_fp16 or not divide, sums_partial or self.sums_partial
         batches = plan.collect(parameters, allow_fp16=allow_fp16, summed=summed)
+        divides = divide and looks is not self.reading
         if plan.is_new:
-            divides = divide and looks is not self.reading
             self.tell_met(Meeting(step, plan, parameters, scale, flag, divides))
-        prepared = self._prepare(looks, plan, batches, scale, flag, divide) if peers is None else None
+        prepared = self._prepare(looks, plan, batches, scale, flag, divides) if peers is None else None
         if prepared is not None:
             is_found = prepared.run(batch.tensors for batch in batches)
         else:
@@ -163,7 +163,7 @@ class Checks:
         batches: Sequence[Batch],
         scale: Tensor,
         flag: Flag,
-        divide: bool,
+        divides: bool,
     ) -> Prepared | None:
         """Return an ordinary check, which the plan keeps, None if it is no such one."""
         selectors = plan.selectors(batches)
@@ -173,7 +173,7 @@ class Checks:
         bound = [looks[0].bind(batch.layout, scale, flag.found_inf) for batch in batches]
         passes = [each for each in bound if each is not None]
         if len(passes) == len(bound):
-            plan.prepared = Prepared(plan, scale, flag, divide, passes, selectors)
+            plan.prepared = Prepared(plan, looks, scale, flag, divides, passes, selectors)
             return plan.prepared
         return None
 
@@ -185,7 +185,8 @@ class Checks:
         Returns: whether that was so; otherwise nothing has been done.
         """
         prepared = None if step.plan is None else step.plan.prepared
-        if prepared is None or prepared.divides is not divide or step.phase is not READY or group is not None:
+        looks = self.dividing if divide else self.reading
+        if prepared is None or prepared.looks is not looks or step.phase is not READY or group is not None:
             return False
         if self.sharded and ranks.is_in_a_group(group):
             return False

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from scaler_triton.kernels.table import GradTable
 
 
-Pass = Callable[[Sequence[Tensor]], object]  # what a look does with all gradients of one layout
+Pass = Callable[[Any], object]  # what a look does with all gradients of one layout, a sequence of tensors
 
 
 def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: bool = False) -> None:
@@ -62,8 +62,11 @@ def bind_unscale(layout: Layout, scale: Tensor, found_inf: Tensor) -> Pass | Non
     if layout.backend == "torch":
         if not torch_ops.serves(layout.device, layout.key.dtype):
             return None
-        unscale_: Any = torch._amp_foreach_non_finite_check_and_unscale_
-        return lambda tensors: unscale_(tensors, found_inf, torch_ops.inverse(scale))
+        return lambda tensors: torch._amp_foreach_non_finite_check_and_unscale_(
+            tensors,
+            found_inf,
+            torch_ops.inverse(scale),
+        )
     return _bind_launch(layout, "unscale", found_inf, scale)
 
 
@@ -72,9 +75,8 @@ def bind_check(layout: Layout, found_inf: Tensor) -> Pass | None:
     if layout.backend == "torch":
         if not torch_ops.serves(layout.device, layout.key.dtype):
             return None
-        check_: Any = torch._amp_foreach_non_finite_check_and_unscale_
         one = torch_ops.constants(found_inf, torch.float32, 1.0)
-        return lambda tensors: check_(tensors, found_inf, one)
+        return lambda tensors: torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, one)
     return _bind_launch(layout, "check", found_inf, found_inf)
 
 

@@ -160,9 +160,6 @@ class GradPlan:
         is_present = [grad is not None for grad in local]
         all_match = bool(local) and (allow_fp16 or not self._has_fp16)
         all_match = all_match and all(map(call, compress(self._matchers, is_present), compress(local, is_present)))
-        # One that is there already has refused them, as torch's guard does if a gradient comes twice: so would another.
-        if all_match and all(is_present) and self.guard is None:
-            self.guard = list_matcher(local, self._matchers)
         others: list[Batch] = []
         if not all_match:
             if summed:
@@ -170,8 +167,6 @@ class GradPlan:
                 grads = tuple(map(_grad_of, parameters))
             local, others = self._inspect([*grads], parameters, allow_fp16)
             is_present = [grad is not None for grad in local]
-            if local and all(is_present):
-                self.guard = list_matcher(local, self._matchers)
         batches = []
         for layout, row in self._rows:
             tensors = row(local)
@@ -184,6 +179,9 @@ class GradPlan:
             batches += others
             choose_backends(batches, self.requested, self.task)
             self.irregular |= {batch.layout.device for batch in others if batch.layout.backend == "triton"}
+        # One that is there already has refused them, as torch's guard does if a gradient comes twice: so would another.
+        if local and all(is_present) and self.guard is None:
+            self.guard = list_matcher(local, self._matchers)
         return batches
 
     def _known_shards(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -18,6 +18,7 @@ from scaler_triton.core.step import FLAGS
 
 if TYPE_CHECKING:
     from scaler_triton.core.flag import Flag
+    from scaler_triton.core.look import Look
     from scaler_triton.core.passes import Pass
     from scaler_triton.core.step import OptimizerStep
 
@@ -29,6 +30,7 @@ class Prepared:
 
     Args:
         plan: of its gradients, all of which are there.
+        looks: the list of looks that the check was asked for, of one.
         scale: one element, fp32; read in each run.
         flag: written in each run.
         divides: whether the look divides.
@@ -39,13 +41,14 @@ class Prepared:
     def __init__(
         self,
         plan: GradPlan,
+        looks: Sequence[Look],
         scale: Tensor,
         flag: Flag,
         divides: bool,
         passes: Sequence[Pass],
         selectors: Sequence[Callable[[Sequence[Any]], Sequence[Tensor]]],
     ) -> None:
-        self.plan, self.scale, self.flag, self.divides = plan, scale, flag, divides
+        self.plan, self.looks, self.scale, self.flag, self.divides = plan, looks, scale, flag, divides
         self.passes, self._selectors, self._guard = passes, selectors, plan.guard
         self._may_capture = scale.is_cuda
 

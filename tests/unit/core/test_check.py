@@ -13,9 +13,9 @@ import torch.distributed as dist
 from helpers import PLACES, Place, flags, grads, sgd, started, values
 
 from scaler_triton import GradScaler, ShardedGradScaler, StepGuard
-from scaler_triton.core import flag, torch_ops
+from scaler_triton.core import flag
 from scaler_triton.core.check import Checks
-from scaler_triton.core.look import Read
+from scaler_triton.core.look import Look
 from scaler_triton.core.ranks import Ranks
 from scaler_triton.core.step import Phase
 
@@ -59,7 +59,7 @@ def test_a_check_that_cannot_begin_or_end_does_not_step(module: Any, fails: str)
     scaler, optimizer = a_scaler(), sgd([torch.full((1,), 8.0)])
     with (
         mock.patch.object(module, fails, side_effect=MemoryError),
-        mock.patch.object(torch_ops, "unscale_", side_effect=KeyError),
+        mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", side_effect=KeyError),
         pytest.raises((MemoryError, KeyError)),
     ):
         scaler.unscale_(optimizer)
@@ -207,7 +207,7 @@ def test_without_a_gradient_a_sharded_scaler_has_a_flag_in_any_group(ranks: int,
 
 
 def test_what_a_look_finds_elsewhere_is_the_flags() -> None:
-    class Finds(Read):
+    class Finds(Look):
         def run(self, batch: Any, scale: Any, flag: Any) -> None:
             flag.found_inf_on(AS_ANOTHER).fill_(1.0)
 
