@@ -331,7 +331,7 @@ def test_a_rank_that_raises_joins_the_others_first(peer: list[Any]) -> None:
     with pytest.raises(TypeError, match="^model must be"):
         GradScaler("cpu").overflow_report(3, gather=True)  # type: ignore[arg-type]
     ((mine, _, _),) = peer
-    assert mine == {"bad": [], "bad_parameters": [], "not_covered": [mock.ANY], "checked": 0}
+    assert mine == {"bad": [], "bad_parameters": [], "not_covered": [mock.ANY], "checked": 0, "causes": []}
     assert mine["not_covered"][0].startswith("rank 0 raised TypeError: model must be a module")
 
 
