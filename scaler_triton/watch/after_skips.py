@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaler_triton.core.dispatch import skip_tracing
 from scaler_triton.core.gradients import DTYPES, local_tensor
 from scaler_triton.core.memory import HostCopy
 from scaler_triton.core.observer import Meeting
@@ -47,9 +48,9 @@ class Following:
         grad: Any = parameter.grad
         self._grad: Callable[[], Tensor | None] = weakref.ref(grad)
         self._version = local_tensor(grad)._version
-        self._handle = parameter.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
+        self._handle = parameter.register_post_accumulate_grad_hook(self.accumulated)  # type: ignore[no-untyped-call]
 
-    def __call__(self, parameter: Tensor) -> None:
+    def accumulated(self, parameter: Tensor) -> None:
         """Compare versions: backward adds in one write; `zero_()` before it, which may come later, is another."""
         grad = self._grad()
         self._version += 1
@@ -62,15 +63,19 @@ class Following:
         self._handle.remove()
 
 
+skip_tracing(Following)
+
+
 def follow_gradients(step: OptimizerStep, warned: set[str]) -> None:
     """After a skip follow a gradient to the next one, and warn if nobody has cleared it in between."""
     owner = step.owner()
+    parameters = () if owner is None else parameters_of(owner)
     before: Following | None = step.notes.pop("following", None)
     if before is not None:
         before.end()
         if before.is_uncleared and before.at == step.steps_taken:
             warn_once(warned, "ST05", _UNCLEARED.format(type(owner).__name__))
-    followed = next((each for each in parameters_of(owner) if each.grad is not None and each.is_leaf), None)
+    followed = next((each for each in parameters if each.grad is not None and each.is_leaf), None)
     if followed is not None and followed.requires_grad:
         with suppress(RuntimeError, TypeError):  # a subclass of tensors may have no hooks or weak references
             step.notes["following"] = Following(followed, step.steps_taken + 1)
@@ -124,7 +129,7 @@ def look_at_parameters(meeting: Meeting, warned: set[str]) -> None:
 
 def remember_parameters(step: OptimizerStep) -> None:
     """After a skip begin the trial of the next step that is taken."""
-    if step.plan is None:
+    if step.plan is None or step.owner() is None:
         return
     trial: _Trial | None = step.notes.get("trial")
     if trial is None or trial.copies:

@@ -34,5 +34,5 @@ def add_notes(error: BaseException, optimizer: Any) -> None:
 def _steps_in_backward(parameter: Any) -> bool:
     """Return whether hooks run when a gradient is complete; the second is of torch's `_apply_optimizer_in_backward`."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    of_others = [hook for hook in hooks.values() if not isinstance(hook, Following)]
+    of_others = [hook for hook in hooks.values() if not isinstance(getattr(hook, "__self__", None), Following)]
     return bool(of_others or getattr(parameter, "_in_backward_optimizers", None))

@@ -52,7 +52,7 @@ def test_a_hook_of_the_scalers_own_is_no_such_hook() -> None:
     scaler.step(optimizer)
     scaler.update()
     hooks: Any = weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    assert [type(hook) for hook in hooks.values()] == [Following]
+    assert [type(hook.__self__) for hook in hooks.values()] == [Following]
     optimizer.zero_grad()
     assert len(notes_of(lambda: scaler.step(optimizer))) == 1
 
