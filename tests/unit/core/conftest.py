@@ -6,15 +6,7 @@ import pytest
 
 from scaler_triton.core.check import Checks
 
-OF_CHECKS = {
-    "test_check",
-    "test_failures",
-    "test_gradients",
-    "test_look",
-    "test_overrides",
-    "test_registry",
-    "test_step",
-}
+OF_CHECKS = ("check", "failures", "gradients", "look", "overrides", "registry", "step")
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
