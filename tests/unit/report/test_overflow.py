@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from scaler_triton import GradScaler
-from scaler_triton.core.gradients import DTYPES
 from scaler_triton.core import ranks
+from scaler_triton.core.gradients import DTYPES
 from scaler_triton.report import overflow as report
 from scaler_triton.report.overflow import BadGradient, BadParameter, OverflowReport, Spike
 
