@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from scaler_triton.core.torch_ops import is_plain
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -102,6 +104,23 @@ def is_unwritten(parameters: Sequence[Tensor], state: Sequence[tuple[Any, int]])
 
 def _nothing() -> None:
     """Stand for a gradient that is missing."""
+
+
+def largest_by_kind(parameters: Mapping[int, Tensor]) -> dict[Any, tuple[list[int], Tensor]]:
+    """Return the largest absolute value of each parameter, NaN if it holds one, without a wait.
+
+    Returns: by device and dtype the keys of those that have one, and a tensor with a number for each.
+    """
+    kinds: dict[Any, dict[int, Tensor]] = {}
+    for key, parameter in parameters.items():
+        local = local_tensor(parameter.detach())
+        is_usual = is_plain(local) and local.layout is torch.strided and local.dtype in DTYPES
+        if is_usual and local.numel() and not local.is_meta:
+            kinds.setdefault((local.device, local.dtype), {})[key] = local
+    return {
+        kind: ([*tensors], torch.stack(torch._foreach_norm([*tensors.values()], math.inf)))
+        for kind, tensors in kinds.items()
+    }
 
 
 def is_dtensor(tensor: object) -> bool:

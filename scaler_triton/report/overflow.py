@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from scaler_triton.core import ranks
-from scaler_triton.core.gradients import DDP_SPEC, DTYPES, is_distributed, is_dtensor, local_tensor
-from scaler_triton.core.torch_ops import is_plain
+from scaler_triton.core.gradients import DDP_SPEC, is_distributed, is_dtensor, largest_by_kind, local_tensor
 from scaler_triton.kernels.abi import INF, LAST_SKIP, NAN, SKIPPED
 from scaler_triton.report.hooks import poisoned_hooks
 from scaler_triton.report.marks import WORDS, generations_of, marks_of
@@ -313,15 +312,9 @@ def _last_module(models: Models) -> nn.Module | None:
 
 def _not_finite(held: Mapping[int, Tensor]) -> dict[int, str]:
     """Wait for the device, and return which of these parameters are not finite, and what they hold."""
-    groups: dict[Any, dict[int, Tensor]] = {}
-    for index, parameter in held.items():
-        local = local_tensor(parameter.detach())
-        if is_plain(local) and local.dtype in DTYPES and local.numel() and not local.is_meta:
-            groups.setdefault((local.device, local.dtype), {})[index] = local
     found: dict[int, str] = {}
-    for tensors in groups.values():
-        largest = torch.stack(torch._foreach_norm([*tensors.values()], math.inf)).tolist()
-        for index, number in zip(tensors, largest, strict=True):
+    for indices, largest in largest_by_kind(held).values():
+        for index, number in zip(indices, largest.tolist(), strict=True):
             if not math.isfinite(number):
                 found[index] = WORDS[NAN if math.isnan(number) else INF]
     return dict(sorted(found.items()))

@@ -5,21 +5,18 @@ Nothing waits for the device: what was computed after one step is read some step
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scaler_triton.core.dispatch import skip_tracing
-from scaler_triton.core.gradients import DTYPES, local_tensor
+from scaler_triton.core.gradients import largest_by_kind, local_tensor
 from scaler_triton.core.memory import HostCopy
 from scaler_triton.core.observer import Meeting
 from scaler_triton.core.step import OptimizerStep, parameters_of
-from scaler_triton.core.torch_ops import is_plain
 from scaler_triton.core.warning import warn_once
 from scaler_triton.text import count_of
 
@@ -88,15 +85,15 @@ class _Trial:
         self.ids, self.cause = list(map(id, parameters)), cause
         self.steps_taken = steps_taken  # of the optimizer before the step
         self.copies: list[tuple[list[int], HostCopy]] = []  # of what has become NaN or Inf, by device
-        self._before = _are_finite(parameters)
+        self._before = largest_by_kind(dict(enumerate(parameters)))
 
     def end(self, parameters: Sequence[Tensor]) -> None:
         """Look at the parameters after the step."""
-        for key, (indices, is_finite) in _are_finite(parameters).items():
-            known, was_finite = self._before.get(key, ([], is_finite))
+        for kind, (indices, largest) in largest_by_kind(dict(enumerate(parameters))).items():
+            known, before = self._before.get(kind, ([], largest))
             if known == indices:
                 copy = HostCopy()
-                copy.start(was_finite & ~is_finite)
+                copy.start(before.isfinite() & ~largest.isfinite())
                 self.copies.append((indices, copy))
 
 
@@ -136,16 +133,3 @@ def remember_parameters(step: OptimizerStep) -> None:
         trial = step.notes["trial"] = _Trial(parameters_of(step.owner()), 0, _AFTER_SKIP)
     trial.steps_taken, trial.cause = step.steps_taken + 1, _AFTER_SKIP
     step.plan.is_new = True
-
-
-def _are_finite(parameters: Sequence[Tensor]) -> dict[Any, tuple[list[int], Tensor]]:
-    """Return by device and dtype which of these parameters are finite: their numbers, and a bool for each."""
-    groups: dict[Any, dict[int, Tensor]] = {}
-    for index, parameter in enumerate(parameters):
-        local = local_tensor(parameter.detach())
-        if is_plain(local) and local.dtype in DTYPES and local.numel() and not local.is_meta:
-            groups.setdefault((local.device, local.dtype), {})[index] = local
-    return {
-        key: ([*tensors], torch.stack(torch._foreach_norm([*tensors.values()], math.inf)).isfinite())
-        for key, tensors in groups.items()
-    }

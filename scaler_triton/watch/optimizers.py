@@ -22,8 +22,8 @@ _SHARED = (
     "unscale_, clip_grad_norm_ and step with the same object"
 )
 _FP16_STATE = (
-    "{name} keeps its averages in fp16, as its {parameters} are fp16: there {what}. Steps become NaN or far too large. "
-    "Keep parameters in fp32, where autocast computes in fp16 all the same, or take an optimizer with fp32 state."
+    "{name} keeps the averages of {parameters} in fp16: there {what}. Steps become NaN or far too large. Keep "
+    "parameters in fp32, where autocast computes in fp16 all the same, or take an optimizer with fp32 state."
 )
 _OTHER_SCALES = (
     "torchft's manager does not know this scaler: a replica that joins or heals gets the model, but not the scale, and "
@@ -64,7 +64,7 @@ def warn_of_fp16_state(meeting: Meeting, warned: set[str]) -> None:
             what = f"eps={eps:g} is 0"
         else:
             continue
-        known = {"name": type(owner).__name__, "parameters": count_of(len(in_fp16), "parameter")}
+        known = {"name": type(owner).__name__, "parameters": count_of(len(in_fp16), "fp16 parameter")}
         warn_once(warned, "ST03", _FP16_STATE.format(**known, what=what))
 
 

@@ -50,7 +50,7 @@ WARNINGS = [
     ("The `NO_SHARD` sharding strategy is deprecated", "FutureWarning"),
     ("FSDP2-wrapped module .* returned a view tensor", "UserWarning"),
     # A case before this one may have imported Accelerate.
-    ("torch's gradient scalers were imported before patch_torch", "UserWarning"),
+    (r"\[ST14\]", "UserWarning"),
 ]
 
 

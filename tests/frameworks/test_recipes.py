@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -196,6 +197,7 @@ def taken_for_granted(page: str) -> dict[str, Any]:
     names |= {"loss": model(batch, torch.ones(2, 2))["loss"], "batches": [batch] * 2, "device": batch.device}
     names |= {"data": [{"x": torch.ones(4), "labels": torch.ones(2)}] * 8}
     names |= {"accelerator": mock.MagicMock(optimizer_step_was_skipped=False)}
+    names |= {"container": optimizer, "manager": mock.MagicMock(), "state": mock.MagicMock()}
     if page in ("t4-v100.md", "troubleshooting.md"):
         from transformers import Trainer, TrainingArguments
 
@@ -235,5 +237,8 @@ def test_a_pages_blocks_run(page: str, tmp_path: Path, request: Any, monkeypatch
             forget()  # each begins with an accelerator
         if page == "troubleshooting.md":
             names["scaler"] = started(GradScaler, "cpu")  # each is about another loop
-        exec(compile(block.replace("bf16=True", f"bf16=True{on_cpu}"), page, "exec"), names)
+            for parameter in names["model"].parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        with warnings.catch_warnings():  # one says how to filter ours
+            exec(compile(block.replace("bf16=True", f"bf16=True{on_cpu}"), page, "exec"), names)
     assert eval(holds, names)

@@ -107,7 +107,7 @@ def refused(rank: int, what: str) -> str:
     optimizer = new_optimizer("sgd", model.parameters())
     given = {"no model": None, "inner model": model.module, "plain scaler": model}[what]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="GradScaler cannot tell which ranks", category=UserWarning)
+        warnings.filterwarnings("ignore", message=r"\[ST11\]", category=UserWarning)
         if what != "plain scaler":
             models.backward(model, 0, (0, 1), scaler)
             scaler.clip_grad_norm_(optimizer, 1.0, model=model)

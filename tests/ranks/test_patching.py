@@ -33,7 +33,7 @@ def patched(rank: int, strict: bool, kind: str, method: str, wrapper: str = "fsd
     """Make a scaler by torch's name, and use it; unless strictly, then twice more, in the end while that is strict."""
     group = {"process_group": dist.group.WORLD} if kind == "world" else {}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch's gradient scalers were imported")
+        warnings.filterwarnings("ignore", message=r"\[ST14\]")
         with patch_torch(strict=strict):
             sharded = dist.fsdp.sharded_grad_scaler.ShardedGradScaler
             scaler = (sharded if kind == "sharded" else torch.amp.GradScaler)(cases.DEVICE, **group)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from scaler_triton import GradScaler
 from scaler_triton.core import ranks
+from scaler_triton.core.gradients import DTYPES
 from scaler_triton.report import overflow as report
 from scaler_triton.report.overflow import BadGradient, BadParameter, OverflowReport, Spike
 
@@ -277,7 +278,7 @@ def test_before_a_skip_no_weight_is_looked_at() -> None:
 
 def test_a_weights_largest_number_needs_no_wider_dtype() -> None:
     """The largest of each dtype, and tensors that a norm refuses."""
-    held = [torch.full((2,), torch.finfo(dtype).max, dtype=dtype) for dtype in report.DTYPES]
+    held = [torch.full((2,), torch.finfo(dtype).max, dtype=dtype) for dtype in DTYPES]
     held += [torch.ones(0), torch.ones(3, device="meta"), torch.ones(2, dtype=torch.int8)]
     held += [torch.tensor([1.0, each], dtype=torch.float64) for each in (-math.inf, math.nan)]
     assert report._not_finite(dict(enumerate(held))) == {7: "Inf", 8: "NaN"}
