@@ -10,14 +10,20 @@ A plain optimizer's steady step on one device, in `core/` where no file is named
 
     step
       Steps.open                     registry.py   the optimizer's OptimizerStep, whose phases are in step.py
-      Checks.check                   check.py
-        GradPlan.collect             plan.py       its gradients as batches
-        Divide.run                   look.py       each batch: kernels/unscale.py, or torch's op
-        agree                        message.py    only where other ranks must agree
+      Checks.repeat                  check.py
+        Prepared.rows                prepared.py   its gradients, if all is as it was in the last check
+        Prepared.run                 prepared.py   the bound passes: kernels/unscale.py, or torch's op
       OptimizerStep.is_bad           step.py       waits for the flag
       optimizer.step                               unless it is set
     update
       Updates.by_flags               update.py     kernels/update_scale.py, which also clears the flags, or torch's op
+
+Where something is new or unusual, the check is made the general way:
+
+    Checks.check                     check.py
+      GradPlan.collect               plan.py       its gradients as batches
+      Divide.run                     look.py       each batch
+      agree                          message.py    only where other ranks must agree
 """
 
 from __future__ import annotations

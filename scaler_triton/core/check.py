@@ -184,8 +184,8 @@ class Checks:
 
         Returns: whether that was so; otherwise nothing has been done.
         """
-        prepared = None if step.plan is None else step.plan.prepared
-        looks = self.dividing if divide else self.reading
+        plan, looks = step.plan, self.dividing if divide else self.reading
+        prepared = None if plan is None or plan.is_new else plan.prepared
         if prepared is None or prepared.looks is not looks or step.phase is not READY or group is not None:
             return False
         if self.sharded and ranks.is_in_a_group(group):

@@ -119,7 +119,7 @@ class GradPlan:
         self._reduced_specs: list[Any] = [None] * len(parameters)  # of gradients that are not Partial
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
         # Of all gradients of a step in which none was missing; and for each gradient, shared by those of one form.
-        self.guard: Matcher | None = None
+        self.match_all: Matcher | None = None
         self.prepared: Prepared | None = None  # the last check of these gradients, if it was an ordinary one
         self._matchers: list[Matcher] = [unknown] * len(parameters)
         self._matchers_by_form: dict[Any, Matcher] = {}
@@ -140,7 +140,7 @@ class GradPlan:
             local = self._known_shards(grads)
         else:
             local = grads = tuple(map(_grad_of, parameters))  # a slice of all is itself, no copy
-        if self.guard is not None and local and (allow_fp16 or not self._has_fp16) and self.guard(*local):
+        if self.match_all is not None and local and (allow_fp16 or not self._has_fp16) and self.match_all(*local):
             steady = []
             for layout, row in self._rows:
                 tensors = row(local)
@@ -180,8 +180,8 @@ class GradPlan:
             choose_backends(batches, self.requested, self.task)
             self.irregular |= {batch.layout.device for batch in others if batch.layout.backend == "triton"}
         # One that is there already has refused them, as torch's guard does if a gradient comes twice: so would another.
-        if local and all(is_present) and self.guard is None:
-            self.guard = list_matcher(local, self._matchers)
+        if local and all(is_present) and self.match_all is None:
+            self.match_all = list_matcher(local, self._matchers)
         return batches
 
     def _known_shards(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -206,7 +206,7 @@ class GradPlan:
 
         Returns: `grads` with shards for DTensors, and without sparse gradients; the batches of sparse and Partial ones.
         """
-        self.guard = self.prepared = None  # its forms may come again, when the layouts are those of others
+        self.match_all = self.prepared = None  # its forms may come again, when the layouts are those of others
         partials = self._localise(grads, parameters)
         new = {
             index: grad
@@ -272,7 +272,7 @@ class GradPlan:
 
     def selectors(self, batches: Sequence[Batch]) -> list[Callable[[Sequence[Any]], Sequence[Any]]] | None:
         """Return for each layout a function that selects its gradients, None if some are missing or in no layout."""
-        if self.guard is None or len(batches) != len(self._rows) or any(b.present is not b.tensors for b in batches):
+        if self.match_all is None or len(batches) != len(self._rows) or any(b.present is not b.tensors for b in batches):
             return None
         return [row for _, row in self._rows]
 

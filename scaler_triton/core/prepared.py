@@ -1,13 +1,14 @@
-"""A prepared check: what an ordinary one bound, and one guard that says whether all is as it was.
+"""A prepared check: what an ordinary one bound, and what tells whether all is as it was.
 
 Ordinary: no other rank must agree, one look is taken, and every parameter has a dense gradient on the scale's device.
-The first such check prepares, and runs what it has prepared; a steady one asks the guard and runs it again.
+The first such check prepares, and runs what it has prepared; a steady one compares and runs it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, call
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -29,7 +30,7 @@ class Prepared:
     """One optimizer's check as it was last time.
 
     Args:
-        plan: of its gradients, all of which are there.
+        plan: of its gradients, all of which are there; it keeps this, so this does not keep it.
         looks: the list of looks that the check was asked for, of one.
         scale: one element, fp32; read in each run.
         flag: written in each run.
@@ -48,29 +49,28 @@ class Prepared:
         passes: Sequence[Pass],
         selectors: Sequence[Callable[[Sequence[Any]], Sequence[Tensor]]],
     ) -> None:
-        self.plan, self.looks, self.scale, self.flag, self.divides = plan, looks, scale, flag, divides
-        self.passes, self._selectors, self._guard = passes, selectors, plan.guard
-        self._may_capture = scale.is_cuda
+        self.looks, self.scale, self.flag, self.divides = looks, scale, flag, divides
+        self.passes, self._selectors, self._layouts = passes, selectors, plan.layouts
+        self._ids, self._match_all, self._may_capture = plan.ids, plan.match_all, scale.is_cuda
 
     def rows(self, step: OptimizerStep, optimizer: Any, scale: Tensor) -> Sequence[Sequence[Tensor]] | None:
         """Return the gradients by layout if all is as it was, else None."""
-        plan = self.plan
-        if scale is not self.scale or step.flag is not self.flag or step[FLAGS] or plan.is_new:
+        if scale is not self.scale or step.flag is not self.flag or step[FLAGS]:
             return None
         if self._may_capture and is_capturing():
             return None
         groups = optimizer.param_groups
         parameters = groups[0]["params"] if len(groups) == 1 else [each for group in groups for each in group["params"]]
-        if list(map(id, parameters)) != plan.ids:
+        if list(map(id, parameters)) != self._ids:
             return None
         grads = tuple(map(_grad_of, parameters))
-        if not self._guard(*grads):  # type: ignore[misc]
+        if not self._match_all(*grads):  # type: ignore[misc]
             return None
-        return [select(grads) for select in self._selectors]
+        return list(map(call, self._selectors, repeat(grads)))
 
     def batches(self, rows: Sequence[Sequence[Tensor]]) -> list[Batch]:
         """Return these gradients as a check's batches."""
-        return [Batch(layout, row, row) for layout, row in zip(self.plan.layouts, rows, strict=True)]
+        return [Batch(layout, row, row) for layout, row in zip(self._layouts, rows, strict=True)]
 
     def run(self, rows: Iterable[Sequence[Any]]) -> bool:
         """Take the look at all gradients; return whether one is known, without a wait, to be not finite."""

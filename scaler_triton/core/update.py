@@ -24,6 +24,7 @@ from scaler_triton import policy
 from scaler_triton.core.dispatch import choose_for_scale, kernels, stream_of, sync_allowed
 from scaler_triton.core.flag import Flag, any_flag
 from scaler_triton.core.memory import HostCopy, OnDevice
+from scaler_triton.core.step import OptimizerStep
 from scaler_triton.core.torch_ops import host_memory, increment_version
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import MAX_TRACKER, STREAK, UPDATES
@@ -231,20 +232,9 @@ class Updates:
                     found_inf |= flag.item() != 0.0  # NaN is set, too
             update_on_host_(scale, updater.tracker, found_inf, numbers, self.limits, updater.counted)
             return
-        self._on_device(updater, scale, tracker, checked, numbers, captured, keep)
-
-    def _on_device(
-        self,
-        updater: Any,
-        scale: Tensor,
-        tracker: Tensor,
-        checked: Sequence[Any],
-        numbers: Numbers,
-        captured: bool,
-        keep: bool,
-    ) -> None:
-        flags = [_own_flag(step) for step in checked]
-        if updater.by_kernel and not keep and all(flag is not None and flag.rows is updater.rows for flag in flags):
+        flags = list(map(_own_flag, checked)) if updater.by_kernel and not keep else [None]
+        rows = updater.rows
+        if all([flag is not None and flag.rows is rows for flag in flags]):  # noqa: C419 (a generator takes longer)
             self._by_kernel(updater, scale, tracker, flags, numbers, captured)
         else:
             self._by_any_flag(updater, scale, tracker, checked, numbers)
@@ -316,7 +306,7 @@ class Updates:
 
 def _own_flag(step: Any) -> Flag | None:
     """Return a step's flag if it is the scaler's own; other code may have written flags, or put in its own mappings."""
-    return step.own_flag() if hasattr(step, "own_flag") else None
+    return step.own_flag() if type(step) is OptimizerStep else None
 
 
 def _saved_any_flag(checked: Sequence[Any], device: torch.device) -> Tensor:

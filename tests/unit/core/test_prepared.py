@@ -1,4 +1,4 @@
-"""A prepared check: when one is left behind, and what makes its guard say no."""
+"""A prepared check: when one is left behind, and what it does not take for the same."""
 
 import math
 import weakref
