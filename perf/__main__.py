@@ -11,12 +11,21 @@ from pathlib import Path
 
 import torch
 
-from perf import bench_clip, bench_guard, bench_host, bench_import, bench_launches, bench_passes, pages
+from perf import (
+    bench_clip,
+    bench_guard,
+    bench_host,
+    bench_import,
+    bench_launches,
+    bench_memory,
+    bench_passes,
+    pages,
+)
 from perf.goals import answers
 from perf.measure import Context
 from perf.rows import Entry, here, pooled, write_csv
 
-BENCHES = (bench_host, bench_launches, bench_passes, bench_clip, bench_guard, bench_import)
+BENCHES = (bench_host, bench_launches, bench_memory, bench_passes, bench_clip, bench_guard, bench_import)
 QUESTIONS = {bench.__name__.removeprefix("perf.bench_"): bench for bench in BENCHES}
 
 

@@ -80,13 +80,14 @@ def without_norms_of_shards() -> Iterator[None]:
 
 def main() -> None:
     """Print the rows of the question that the command line names."""
-    from perf import bench_launches
+    from perf import bench_launches, bench_memory
 
     context = Context("cpu", quick="--quick" in sys.argv)
     gc.disable()
     stub_driver.activate()
     with stub_driver.as_gpu():
-        for row in host_rows(context) if sys.argv[1] == "host" else bench_launches.by_kernels():
+        questions = {"launches": bench_launches.by_kernels, "memory": bench_memory.by_tensors}
+        for row in host_rows(context) if sys.argv[1] == "host" else questions[sys.argv[1]]():
             print(json.dumps(row), flush=True)
 
 
