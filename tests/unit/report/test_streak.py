@@ -11,7 +11,7 @@ import torch
 from helpers import PLACES, Place, sgd
 from torch import nn
 
-from scaler_triton import GradScaler, ScalerWarning, StepGuard
+from scaler_triton import GradScaler, ScalerWarning, SkipStreakError, StepGuard
 from scaler_triton.core.update import Counters
 from scaler_triton.report import streak
 from scaler_triton.report.streak import Streaks
@@ -159,3 +159,14 @@ def test_a_good_step_looks_one_time_in_64() -> None:
     with mock.patch.object(Streaks, "look") as look:
         run.step("." * 640)
     assert look.call_count == 10
+
+
+def test_a_cause_that_was_warned_of_is_named_again() -> None:
+    run = Run(GradScaler, max_consecutive_skips=3)
+    run.scaler._ours.checks.warned.update({"ST03", "ST05"})  # the first makes no streak
+    with pytest.raises(SkipStreakError, match=r" It was warned of the cause: ST05\.$"):
+        run.step("x" * 9)
+    run = Run(GradScaler)
+    run.scaler._ours.checks.warned.add("ST06")
+    (text,) = run.step("x" * 50)
+    assert " It was warned of the cause: ST06. Set max_consecutive_skips" in text
