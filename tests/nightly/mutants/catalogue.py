@@ -34,7 +34,7 @@ _PARTS = "unit/parts"
 _CLIP = "unit/clipping/clip"
 _GUARD, _SPIKES, _GUARD_RANKS = "unit/guard/step_guard", "unit/guard/spikes", "fuzz/guard_ranks"
 _HEADROOM, _RULE = "unit/measuring/headroom", "unit/measuring/headroom_rule"
-_BITS = "unit/kernels/spike"  # of the kernel and of torch's ops
+_BITS = "unit/kernels/spike"  # of the kernel and of the same without one
 
 _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/core/step.py": [
@@ -466,10 +466,15 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            window.is_judged = False\n", "            pass\n"),
     ],
     "scaler_triton/guard/spikes.py": [
-        ("    if number.is_cpu and type", "    if False and type"),
+        ("if is_plain and device.type", "if False and device.type"),
         ("        if first:\n            enters", "        if True:\n            enters"),
-        ("ring[(place + (count - n)) % length]", "ring[place % length]", _BITS),
+        ("        if first and before", "        if before"),
+        ("ring[(place + (count - n)) % len(ring)]", "ring[place % len(ring)]"),
         ("is_spike = is_finite & (n", "is_spike = (n"),
+        ("limit < norm < math.inf", "limit < norm"),
+        ("last = limit if is_spike and limit > 0 else norm", "last = norm"),
+        ("last = limit if is_spike and limit > 0", "last = limit if is_spike"),
+        ("(0 if first else int(was_spike))", "0"),
         ("torch.where(is_spike & (limit > 0), limit, norm)", "norm"),
         ("torch.where(is_spike & (limit > 0), limit", "torch.where(is_spike, limit"),
         ("if values[abi.SPIKE_GENERATION] == generation else None", "if True else None"),
