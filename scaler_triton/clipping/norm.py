@@ -6,10 +6,12 @@ clip: g *= 1 / scale; g *= coef(totals)                                         
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -139,6 +141,8 @@ def norm_batch(
     if backend_of(layout, requested) == "torch":
         if weights is not None:
             weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
+        if torch_ops.is_on_host(scale, found_inf):
+            return _totals_on_host(batch.present, scale, found_inf, weights)
         wide = wide_dtype(layout.device)
         factor = scale.to(wide).reshape(())
         inv_scale = inverse(factor).to(wide)
@@ -153,6 +157,15 @@ def norm_batch(
     totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.device)
     kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals)
     return totals
+
+
+def _totals_on_host(
+    tensors: Sequence[Any], scale: Tensor, found_inf: Tensor, weights: Sequence[float] | None
+) -> Tensor:
+    number, inv_scale = scale.item(), inverse(scale).item()
+    squares = torch_ops.sum_of_squares(tensors, found_inf, weights).item() * inv_scale * inv_scale
+    totals = squares, found_inf.item(), 0.0, number, 1 / number if number else math.inf
+    return torch.from_numpy(np.array(totals))
 
 
 def clip_batch_(

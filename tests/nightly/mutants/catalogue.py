@@ -379,7 +379,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("backend = \"torch\" if by_torch else choose", "backend = choose"),
         ("for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]",
          "for tensor, weight in zip(batch.present, weights)]"),
-        ("found_inf, weights) * inv_scale * inv_scale", "found_inf, weights) * inv_scale"),
+        ("found_inf, weights) * inv_scale * inv_scale", "found_inf, weights) * inv_scale", _NO_FP64),
+        ("weights).item() * inv_scale * inv_scale", "weights).item() * inv_scale"),
         ("    table.set_weights(weights)\n", ""),
         ("coef = torch_ops.coefficient(totals[OVERFLOWS], norm",
          "coef = torch_ops.coefficient(totals[OVERFLOWS] * 0, norm", _CLIP),
@@ -394,7 +395,11 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/clipping/torch_ops.py": [
         ("    check(tensors, found_inf)  # the squares of large", "    0  # the squares of large", _NO_FP64),
-        ("* _LOW_SQUARE <= total.item() < math.inf", "* _LOW_SQUARE <= total.item()"),
+        ("* _LOW_SQUARE <= total < math.inf", "* _LOW_SQUARE <= total"),
+        ("if of == one])", "])"),
+        ("    if numel > _ROW and rest:\n", "    if False:\n"),
+        ("            flat = flat[len(flat) - more :]\n", ""),
+        ("as_fp32(norm.item() + _TINY)", "(norm.item() + 1e-6)"),
         ("if dtype is not torch.float16 and math", "if math"),
     ],
     "scaler_triton/measuring/measure.py": [
