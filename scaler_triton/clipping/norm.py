@@ -123,7 +123,13 @@ def backend_of(layout: Layout, requested: str) -> str:
 
 
 def norm_batch(
-    batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[float] | None, requested: str = "auto"
+    batch: Batch,
+    scale: Tensor,
+    found_inf: Tensor,
+    weights: list[float] | None,
+    requested: str = "auto",
+    *,
+    filled: bool = False,
 ) -> Tensor:
     """Check a batch, and return the weighted sum of its squares as if it were unscaled; the batch is read only.
 
@@ -134,6 +140,7 @@ def norm_batch(
         scale, found_inf: fp32, one element, the batch's device.
         weights: for each slot of the layout 1 / the number of ranks that hold the gradient; None: 1 for all.
         requested: the backend.
+        filled: as of `unscale_batch_`.
 
     Returns: totals, fp64 [TOTALS], on the batch's device; fp32 if that has no fp64.
     """
@@ -152,7 +159,7 @@ def norm_batch(
             squares = torch_ops.sum_of_squares_in_fp32(batch.present, inv_scale, found_inf, weights)
         failures = torch.zeros_like(squares)
         return torch.stack([squares, found_inf.to(wide).reshape(()), failures, factor, factor.reciprocal()])
-    table = table_of(batch, "norm")
+    table = table_of(batch, "norm", filled=filled)
     table.set_weights(weights)
     totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.device)
     kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals)
