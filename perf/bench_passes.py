@@ -20,7 +20,7 @@ from scaler_triton.core import torch_ops
 
 FACTOR = 1 / 3  # no power of 2: products are rounded
 OPS = "public ops, host"
-PREPARED = ", prepared"  # by a handle of `ops.prepare`
+PREPARED = ", prepared"
 Passes = dict[str, Callable[[], Any]]
 
 
@@ -41,6 +41,8 @@ def measure_list(context: Context, case: str, gradients: Gradients, part: str = 
     flag = torch.zeros((), device=context.device)
     by_kernels = context.device == "cuda" and part != OPS
     ours, torchs = (kernels if by_kernels else public_ops)(gradients, flag), torch_passes(gradients)
+    if part == OPS:
+        ours |= prepared_ops(gradients, flag)
     clock = DeviceClock() if by_kernels else host_clock
     require_right(case, gradients, ours, flag)
     source = torch.zeros(-(-gradients.values.nbytes // 4), device=context.device)
@@ -56,11 +58,17 @@ def measure_list(context: Context, case: str, gradients: Gradients, part: str = 
 def public_ops(gradients: Gradients, flag: Tensor) -> Passes:
     """Return the public ops by the pass that they make; they set the flag."""
     grads, inverse = gradients.locals, torch.full((), FACTOR, device=gradients.values.device)
-    prepared = ops.prepare(grads)
     return {
         "unscale": lambda: ops.unscale_(grads, inverse, flag),
         "check": lambda: ops.check_nonfinite(grads, flag),
         "norm": lambda: ops.grad_norm(grads, flag, inv_scale=inverse),
+    }
+
+
+def prepared_ops(gradients: Gradients, flag: Tensor) -> Passes:
+    """Return the same of a list that is prepared."""
+    prepared, inverse = ops.prepare(gradients.locals), torch.full((), FACTOR, device=gradients.values.device)
+    return {
         f"unscale{PREPARED}": lambda: prepared.unscale_(inverse, flag),
         f"check{PREPARED}": lambda: prepared.check(flag),
         f"norm{PREPARED}": lambda: prepared.norm(flag, inv_scale=inverse),

@@ -34,10 +34,10 @@ class Prepared:
     has become a part of its own memory (`t.data = t.data[:3]`) is taken whole or as that part is not defined. On the
     CPU torch's op looks at each tensor itself; if one has become illegal, those before it may be written.
 
-    On a GPU make its calls on one stream, or let each wait for the one before: its norms share memory. They may be
-    captured in a CUDA graph after one call of that method outside it; a replay takes the addresses of the capture.
-    Under `torch.compile` the graph breaks at each call, which runs uncompiled: in one graph call the functions of
-    `ops` on lists.
+    On a GPU make its calls in one thread and on one stream, or let each wait for the one before: they share memory.
+    They may be captured in a CUDA graph after one call of that method outside it; a replay takes the addresses of the
+    capture. Under `torch.compile` the graph breaks at each call, which runs uncompiled: in one graph call the functions
+    of `ops` on lists.
 
     Attributes:
         tensors: the list; it is not to be written.
@@ -51,7 +51,7 @@ class Prepared:
         self._batches: dict[str, list[Batch]] = {}
         self._filled: set[str] = set()  # methods whose tables have the addresses of now
         self._addresses: list[int] | None = None
-        self._capturing: list[Callable[[], bool]] = []
+        self._is_capturing: Callable[[], bool] = bool
         self._mode: Callable[[], Any] = torch.no_grad
         self._on_cpu = False
         self._group()
@@ -82,7 +82,8 @@ class Prepared:
         def unscale(filled: bool, batch: Batch, flag: Tensor) -> None:
             passes.unscale_batch_(batch, inv_scale, flag, inverse=True, filled=filled)
 
-        self._run("unscale", unscale, inv_scale=inv_scale, found_inf=found_inf)
+        check_scalar(inv_scale, "inv_scale")
+        self._run("unscale", unscale, found_inf)
 
     def check(self, found_inf: Tensor) -> None:
         """Set `found_inf` to 1 if a tensor holds NaN or Inf; the tensors are read, not written.
@@ -102,7 +103,7 @@ class Prepared:
         def check(filled: bool, batch: Batch, flag: Tensor) -> None:
             passes.check_batch(batch, flag, filled=filled)
 
-        self._run("check", check, found_inf=found_inf)
+        self._run("check", check, found_inf)
 
     def norm(self, found_inf: Tensor | None = None, *, inv_scale: Tensor | None = None) -> Tensor:
         """Return the 2-norm of all tensors together as if they were unscaled; they are read, not written.
@@ -119,8 +120,9 @@ class Prepared:
 
         Raises: as `unscale_`.
         """
-        given = {} if inv_scale is None else {"inv_scale": inv_scale}
-        norm = self._totals("norm", found_inf, **given)[SQUARES].sqrt()
+        if inv_scale is not None:
+            check_scalar(inv_scale, "inv_scale")
+        norm = self._totals("norm", found_inf)[SQUARES].sqrt()
         return norm if inv_scale is None else norm * inv_scale.detach().to(norm.device).abs().reshape(())
 
     def clip_(self, max_norm: float, found_inf: Tensor | None = None) -> Tensor:
@@ -153,7 +155,7 @@ class Prepared:
                 norm = got if device == totals.device and norm is None else norm
         return totals[SQUARES].sqrt().float() if norm is None else norm
 
-    def _totals(self, mode: str, found_inf: Tensor | None, **given: Tensor) -> Tensor:
+    def _totals(self, mode: str, found_inf: Tensor | None) -> Tensor:
         """Return the totals of all batches on the first tensor's device, the flag among them."""
         home = first_device(self.tensors)
         flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
@@ -163,7 +165,7 @@ class Prepared:
             one = torch_ops.constants(bad, torch.float32, 1.0)
             every.append(torch_ops.wide_on(home, norm_batch(batch, one, bad, None, self._requested, filled=filled)))
 
-        self._run(mode, add, **given, found_inf=flag)
+        self._run(mode, add, flag)
         if len(every) == 1 and flag.device == home:
             return every[0]
         totals = torch.stack([*every, torch.zeros(TOTALS, dtype=torch_ops.wide_dtype(home), device=home)]).sum(0)
@@ -176,11 +178,9 @@ class Prepared:
             check_scalar(scalar, name)
         self._group()
 
-    def _run(self, mode: str, run: _Pass, **scalars: Tensor) -> None:
-        """Run a pass on each batch, and combine the flags in `found_inf`, one of the `scalars`."""
-        for name, scalar in scalars.items():
-            check_scalar(scalar, name)
-        found_inf = scalars["found_inf"]
+    def _run(self, mode: str, run: _Pass, found_inf: Tensor) -> None:
+        """Run a pass on each batch, and combine their flags in `found_inf`."""
+        check_scalar(found_inf, "found_inf")
         if found_inf.is_meta:
             raise ValueError(f"found_inf is on device {found_inf.device}, where it cannot be set")
         if self._addresses is None or [*map(Tensor.data_ptr, self.tensors)] != self._addresses:
@@ -188,7 +188,7 @@ class Prepared:
         batches = self._batches.get(mode)
         if batches is None:
             batches = self._batches[mode] = self._new_batches()
-        captured = any(is_capturing() for is_capturing in self._capturing)
+        captured = self._is_capturing()
         run = partial(run, mode in self._filled and not captured)
         with self._mode():
             for batch in batches:
@@ -219,7 +219,7 @@ class Prepared:
         layouts = [each.layout for each in self._grouped]
         by_kernels = [each.device for each in layouts if each.backend == "triton"]
         self._mode = nullcontext if len(by_kernels) == len(layouts) else torch.no_grad
-        self._capturing = [kernels().launch.capture_query(device) for device in dict.fromkeys(by_kernels)]
+        self._is_capturing = kernels().launch.capture_query(by_kernels[0]) if by_kernels else bool
         # One batch that is torch's own to serve: its op takes the tensors as they are.
         on_cpu = [each.device.type == "cpu" and each.backend == "torch" for each in layouts] == [True]
         free = not any(each.requires_grad for each in self.tensors)
