@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -51,10 +50,8 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
         _unscale_op([*map(local_tensor, grads)], inv_scale, found_inf, backend=backend)
         return
     grads = list(grads)
-    if len(grads) == 1 and _is_torchs(grads[0], inv_scale, found_inf, backend):
-        with suppress(RuntimeError):  # before it writes: below an error names what is wrong
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-            return
+    if len(grads) == 1 and _unscaled_by_torch(grads, inv_scale, found_inf, backend):
+        return
     key, known = _look_up("unscale", grads, backend, inv_scale, found_inf)
     if known is not None and known.on_cpu:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
@@ -217,11 +214,21 @@ _MOST = 64
 _known: OrderedDict[_Key, _Known] = OrderedDict()
 
 
-def _is_torchs(grad: Tensor, inv_scale: Tensor, found_inf: Tensor, backend: str | None) -> bool:
-    """Return whether torch's op on the CPU serves a gradient, if there is nothing wrong with it."""
+def _unscaled_by_torch(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, backend: str | None) -> bool:
+    """Unscale one gradient by torch's op if that serves the CPU; return False if not, or if something is wrong.
+
+    Of several the op would have written some before it finds that another one is wrong.
+    """
+    grad = grads[0]
     if not type(grad) is type(inv_scale) is type(found_inf) is Tensor or check_backend(backend) == "triton":
         return False
-    return grad.is_cpu and inv_scale.is_cpu and found_inf.is_cpu and not grad.requires_grad
+    if grad.requires_grad or not (grad.is_cpu and inv_scale.is_cpu and found_inf.is_cpu):
+        return False
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+    except RuntimeError:  # without a name
+        return False
+    return True
 
 
 def _look_up(op: str, grads: list[Tensor], backend: str | None, *scalars: Tensor) -> tuple[_Key, _Known | None]:
