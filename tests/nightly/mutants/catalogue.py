@@ -526,10 +526,20 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1", "generation = counters[SKIPPED]"),
     ],
     "scaler_triton/ops.py": [
-        ("found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))", "found_inf.copy_(flag)", "gpu/gpu"),
         ("known is not None and known.matches(*scalars, *grads)", "known is not None", _LISTS),
         ("known is not None and _known.pop(key, None) is known and", "known is not None and", _LISTS),
         (" or kernels().launch.capture_query(layout.device)():", ":", _LISTS),
+    ],
+    "scaler_triton/ops_prepared.py": [
+        ("found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))", "found_inf.copy_(flag)", "gpu/gpu"),
+        ("[*map(Tensor.data_ptr, self.tensors)] != self._addresses:", "False:"),
+        ("mode in self._filled and not captured", "mode in self._filled"),
+        ("            self._filled.discard(mode)\n", "            pass\n"),
+        ("        self._filled.clear()\n", ""),
+        ("if [*map(_form, before)] == [*map(_form, self._grouped)]:", "if self._batches:"),
+        ("        totals[OVERFLOWS] += flag", "        flag", "gpu/gpu"),
+        ("            self._explain(found_inf=found_inf)\n", "            pass\n"),
+        ("            self._explain(inv_scale=inv_scale, found_inf=found_inf)\n", "            pass\n"),
     ],
     "scaler_triton/grad_scaler.py": [
         ("                if step.steps_taken == before:\n", "                if False:\n"),
