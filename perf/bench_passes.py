@@ -20,6 +20,7 @@ from scaler_triton.core import torch_ops
 
 FACTOR = 1 / 3  # no power of 2: products are rounded
 OPS = "public ops, host"
+PREPARED = ", prepared"
 Passes = dict[str, Callable[[], Any]]
 
 
@@ -40,13 +41,16 @@ def measure_list(context: Context, case: str, gradients: Gradients, part: str = 
     flag = torch.zeros((), device=context.device)
     by_kernels = context.device == "cuda" and part != OPS
     ours, torchs = (kernels if by_kernels else public_ops)(gradients, flag), torch_passes(gradients)
+    if part == OPS:
+        ours |= prepared_ops(gradients, flag)
     clock = DeviceClock() if by_kernels else host_clock
     require_right(case, gradients, ours, flag)
     source = torch.zeros(-(-gradients.values.nbytes // 4), device=context.device)
     others = {"copy": partial(torch.empty_like(source).copy_, source), "read": source.sum}
     for metric, run in ours.items():
-        other = "read" if metric in ("check", "norm", "measure") else "copy"
-        runs = {"torch": torchs.get(metric), "ours": run, other: others[other]}
+        name = metric.removesuffix(PREPARED)
+        other = "read" if name in ("check", "norm", "measure") else "copy"
+        runs = {"torch": torchs.get(name), "ours": run, other: others[other]}
         subjects = {who: Subject(each, gradients.restore) for who, each in runs.items() if each is not None}
         yield from Place("passes", part, case).times(metric, context.interleaved(subjects, 0.5, clock))
 
@@ -58,6 +62,16 @@ def public_ops(gradients: Gradients, flag: Tensor) -> Passes:
         "unscale": lambda: ops.unscale_(grads, inverse, flag),
         "check": lambda: ops.check_nonfinite(grads, flag),
         "norm": lambda: ops.grad_norm(grads, flag, inv_scale=inverse),
+    }
+
+
+def prepared_ops(gradients: Gradients, flag: Tensor) -> Passes:
+    """Return the same of a list that is prepared."""
+    prepared, inverse = ops.prepare(gradients.locals), torch.full((), FACTOR, device=gradients.values.device)
+    return {
+        f"unscale{PREPARED}": lambda: prepared.unscale_(inverse, flag),
+        f"check{PREPARED}": lambda: prepared.check(flag),
+        f"norm{PREPARED}": lambda: prepared.norm(flag, inv_scale=inverse),
     }
 
 
@@ -104,11 +118,13 @@ def require_right(case: str, gradients: Gradients, passes: Passes, flag: Tensor)
     """Raise WrongResult unless the passes compute what they must: products in fp32, rounded once, flags, the norm."""
     true = torch.linalg.vector_norm(gradients.values, dtype=torch.float64).item() * FACTOR
     for overflows in (True, False):
-        for name in ("check", "unscale", "norm"):
+        for name in passes:
+            if name in ("clip", "measure"):
+                continue
             gradients.restore()
             if overflows:
                 gradients.locals[-1][-1] = float("inf")
-            factor = FACTOR if name == "unscale" else 1.0
+            factor = FACTOR if name.startswith("unscale") else 1.0
             expected = [(gradient.float() * factor).to(gradient.dtype) for gradient in gradients.locals]
             flag.zero_()
             norm = passes[name]()

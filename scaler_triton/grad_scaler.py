@@ -11,8 +11,8 @@ A plain optimizer's steady step on one device, in `core/` where no file is named
     step
       Steps.open                     registry.py   the optimizer's OptimizerStep, whose phases are in step.py
       Checks.repeat                  check.py
-        Prepared.rows                prepared.py   its gradients, if all is as it was in the last check
-        Prepared.run                 prepared.py   the bound passes: kernels/unscale.py, or torch's op
+        PreparedCheck.rows           prepared.py   its gradients, if all is as it was in the last check
+        PreparedCheck.run            prepared.py   the bound passes: kernels/unscale.py, or torch's op
       OptimizerStep.is_bad           step.py       waits for the flag
       optimizer.step                               unless it is set
     update

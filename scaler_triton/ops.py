@@ -1,4 +1,7 @@
-"""The public functions on lists of tensors: lists of one form are looked at once; custom ops for compiled callers."""
+"""The public functions on lists of tensors: lists of one form are looked at once; custom ops for compiled callers.
+
+A list that is passed again and again costs less if it is prepared: see `prepare`.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ from scaler_triton.clipping.norm import norm_batch
 from scaler_triton.clipping.torch_ops import sum_of_squares
 from scaler_triton.core import passes, torch_ops
 from scaler_triton.core.dispatch import check_backend, choose_for_scale, kernels
-from scaler_triton.core.gradients import check_gradient, check_overlap, local_tensor
+from scaler_triton.core.gradients import local_tensor
 from scaler_triton.core.plan import Batch, Layout, Matcher, choose_backends, form_matcher, group, unknown
 from scaler_triton.core.torch_ops import increment_version, is_plain
 from scaler_triton.core.update import DevicePolicy, Numbers, update_by_ops_, update_on_host_
 from scaler_triton.kernels.abi import COUNTERS, SQUARES
+from scaler_triton.ops_prepared import Prepared, check_scalar, checked, first_device, prepare, run_on
 
-__all__ = ["check_nonfinite", "grad_norm", "unscale_", "update_scale_"]
+__all__ = ["Prepared", "check_nonfinite", "grad_norm", "prepare", "unscale_", "update_scale_"]
 
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, backend: str | None = None) -> None:
@@ -46,6 +50,8 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, b
         _unscale_op([*map(local_tensor, grads)], inv_scale, found_inf, backend=backend)
         return
     grads = list(grads)
+    if len(grads) == 1 and _unscaled_by_torch(grads, inv_scale, found_inf, backend):
+        return
     key, known = _look_up("unscale", grads, backend, inv_scale, found_inf)
     if known is not None and known.on_cpu:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
@@ -100,7 +106,7 @@ def grad_norm(
     Raises: as `unscale_`.
     """
     grads = list(grads)  # read twice
-    home = _first_device(grads)
+    home = first_device(grads)
     flag = torch.zeros((), dtype=torch.float32, device=home) if found_inf is None else found_inf
     if torch.compiler.is_compiling():  # inductor refuses None for an argument that an op with a result mutates
         norm: Tensor = _norm_op([*map(local_tensor, grads)], flag, inv_scale, backend)
@@ -154,9 +160,9 @@ def update_scale_(
     if torch.compiler.is_compiling():
         _update_op(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, backend=backend)
         return
-    _check_scalar(scale, "scale")
-    _check_scalar(growth_tracker, "growth_tracker", torch.int32)
-    _check_scalar(found_inf, "found_inf")
+    check_scalar(scale, "scale")
+    check_scalar(growth_tracker, "growth_tracker", torch.int32)
+    check_scalar(found_inf, "found_inf")
     for name, other in (("growth_tracker", growth_tracker), ("found_inf", found_inf)):
         if other.device != scale.device:
             raise ValueError(f"{name} must be on the scale's device, {scale.device}, got {other.device}")
@@ -208,6 +214,23 @@ _MOST = 64
 _known: OrderedDict[_Key, _Known] = OrderedDict()
 
 
+def _unscaled_by_torch(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, backend: str | None) -> bool:
+    """Unscale one gradient by torch's op if that serves the CPU; return False if not, or if something is wrong.
+
+    Of several the op would have written some before it finds that another one is wrong.
+    """
+    grad = grads[0]
+    if not type(grad) is type(inv_scale) is type(found_inf) is Tensor or check_backend(backend) == "triton":
+        return False
+    if grad.requires_grad or not (grad.is_cpu and inv_scale.is_cpu and found_inf.is_cpu):
+        return False
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+    except RuntimeError:  # without a name
+        return False
+    return True
+
+
 def _look_up(op: str, grads: list[Tensor], backend: str | None, *scalars: Tensor) -> tuple[_Key, _Known | None]:
     """Return the key of a call of `op`, and what is known of its list; None if it has to be looked at."""
     first = (grads[0].numel(), grads[0].dtype) if grads and type(grads[0]) is Tensor else None
@@ -223,7 +246,7 @@ def _run(key: _Key, known: _Known | None, op: _Op, grads: list[Tensor], **scalar
         for layout in known.layouts:
             every = len(layout.positions) == len(grads)
             tensors = grads if every else [grads[index] for index in layout.positions]
-            _run_one(op, Batch(layout, tensors, tensors), scalars["found_inf"])
+            run_on(Batch(layout, tensors, tensors), scalars["found_inf"], op)
     else:
         known = _run_unknown(key, op, grads, scalars)
     if known is not None:
@@ -235,16 +258,16 @@ def _run(key: _Key, known: _Known | None, op: _Op, grads: list[Tensor], **scalar
 def _run_unknown(key: _Key, op: _Op, grads: list[Tensor], scalars: dict[str, Tensor]) -> _Known | None:
     """Check everything, run `op`, and return what later calls use, None if they have to look at each tensor, too."""
     for name, scalar in scalars.items():
-        _check_scalar(scalar, name)
+        check_scalar(scalar, name)
     found_inf = scalars["found_inf"]
     if found_inf.is_meta:
         raise ValueError(f"found_inf is on device {found_inf.device}, where it cannot be set")
     with torch.no_grad():
-        locals_ = _checked(grads)
+        locals_ = checked(grads)
         batches = group(dict(enumerate(locals_)))
         choose_backends(batches, key[1])
         for batch in batches:
-            _run_one(op, batch, found_inf)
+            run_on(batch, found_inf, op)
     every = [*scalars.values(), *grads]
     # A matcher does not look into DTensors and sparse tensors, and a known list is used without `no_grad`.
     simple = all(map(is_, locals_, grads)) and all(is_plain(each) and not each.requires_grad for each in every)
@@ -254,16 +277,6 @@ def _run_unknown(key: _Key, op: _Op, grads: list[Tensor], scalars: dict[str, Ten
     layouts = [batch.layout for batch in batches]
     on_cpu = all(each.is_cpu for each in every) and [layout.backend for layout in layouts] == ["torch"]
     return _Known(matches, layouts, [_stream(layout) for layout in layouts], on_cpu)
-
-
-def _run_one(op: _Op, batch: Batch, found_inf: Tensor) -> None:
-    device = batch.layout.device
-    if device == found_inf.device:
-        op(batch, found_inf)
-        return
-    flag = torch.zeros((), dtype=torch.float32, device=device)
-    op(batch, flag)
-    found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
 
 
 def _is_free(known: _Known) -> bool:
@@ -287,33 +300,6 @@ def _stream(layout: Layout) -> int | None:
     return stream
 
 
-def _checked(grads: list[Tensor]) -> list[Tensor]:
-    locals_ = []
-    for index, grad in enumerate(grads):
-        if not isinstance(grad, Tensor):
-            raise TypeError(f"grads[{index}] must be a Tensor, got {type(grad).__name__}")
-        local = local_tensor(grad)
-        check_gradient(local, f"grads[{index}]")
-        if local.layout is torch.sparse_coo:
-            local = local._values()
-            check_overlap(local)  # of fp16, too, which only a plan coalesces
-        locals_.append(local)
-    return locals_
-
-
-def _check_scalar(tensor: Tensor, name: str, dtype: torch.dtype = torch.float32) -> None:
-    """Raise if `tensor` is not one element of `dtype`."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
-    if tensor.numel() != 1 or tensor.dtype is not dtype:
-        raise ValueError(f"{name} must be one {dtype} element, got shape {tuple(tensor.shape)}, {tensor.dtype}")
-
-
-def _first_device(tensors: Sequence[Tensor]) -> torch.device:
-    """Return the first tensor's device, the CPU if there is no tensor."""
-    return tensors[0].device if len(tensors) and isinstance(tensors[0], Tensor) else torch.device("cpu")
-
-
 # Dynamo puts custom ops into its graph without tracing into them, and eager callers do not pay their host costs. A call
 # may write a table of addresses, so inductor must not capture it in its own CUDA graphs.
 _op, _TAGS = torch.library.custom_op, (torch.Tag.cudagraph_unsafe,)
@@ -329,5 +315,5 @@ def _norm_op(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor | Non
 
 @_norm_op.register_fake
 def _(grads: Sequence[Tensor], *_others: Any) -> Tensor:
-    home = _first_device(grads)
+    home = first_device(grads)
     return torch.empty((), dtype=torch_ops.wide_dtype(home), device=home)

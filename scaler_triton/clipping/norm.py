@@ -6,10 +6,12 @@ clip: g *= 1 / scale; g *= coef(totals)                                         
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -121,7 +123,13 @@ def backend_of(layout: Layout, requested: str) -> str:
 
 
 def norm_batch(
-    batch: Batch, scale: Tensor, found_inf: Tensor, weights: list[float] | None, requested: str = "auto"
+    batch: Batch,
+    scale: Tensor,
+    found_inf: Tensor,
+    weights: list[float] | None,
+    requested: str = "auto",
+    *,
+    filled: bool = False,
 ) -> Tensor:
     """Check a batch, and return the weighted sum of its squares as if it were unscaled; the batch is read only.
 
@@ -132,6 +140,7 @@ def norm_batch(
         scale, found_inf: fp32, one element, the batch's device.
         weights: for each slot of the layout 1 / the number of ranks that hold the gradient; None: 1 for all.
         requested: the backend.
+        filled: as of `unscale_batch_`.
 
     Returns: totals, fp64 [TOTALS], on the batch's device; fp32 if that has no fp64.
     """
@@ -139,6 +148,8 @@ def norm_batch(
     if backend_of(layout, requested) == "torch":
         if weights is not None:
             weights = [weight for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]
+        if torch_ops.is_on_host(scale, found_inf):
+            return _totals_on_host(batch.present, scale, found_inf, weights)
         wide = wide_dtype(layout.device)
         factor = scale.to(wide).reshape(())
         inv_scale = inverse(factor).to(wide)
@@ -148,11 +159,20 @@ def norm_batch(
             squares = torch_ops.sum_of_squares_in_fp32(batch.present, inv_scale, found_inf, weights)
         failures = torch.zeros_like(squares)
         return torch.stack([squares, found_inf.to(wide).reshape(()), failures, factor, factor.reciprocal()])
-    table = table_of(batch, "norm")
+    table = table_of(batch, "norm", filled=filled)
     table.set_weights(weights)
     totals = torch.empty(TOTALS, dtype=torch.float64, device=layout.device)
     kernels().norm.launch_sum_of_squares(table, scale, found_inf, totals)
     return totals
+
+
+def _totals_on_host(
+    tensors: Sequence[Any], scale: Tensor, found_inf: Tensor, weights: Sequence[float] | None
+) -> Tensor:
+    number, inv_scale = scale.item(), inverse(scale).item()
+    squares = torch_ops.sum_of_squares(tensors, found_inf, weights).item() * inv_scale * inv_scale
+    totals = squares, found_inf.item(), 0.0, number, 1 / number if number else math.inf
+    return torch.from_numpy(np.array(totals))
 
 
 def clip_batch_(

@@ -25,7 +25,7 @@ from scaler_triton.core.look import Divide, Look, Read
 from scaler_triton.core.message import agree, write
 from scaler_triton.core.observer import Meeting
 from scaler_triton.core.plan import Batch, GradPlan
-from scaler_triton.core.prepared import Prepared
+from scaler_triton.core.prepared import PreparedCheck
 from scaler_triton.core.registry import Steps
 from scaler_triton.core.step import CARRIED, FLAGS, READY, UNSCALED, parameters_of
 
@@ -164,7 +164,7 @@ class Checks:
         scale: Tensor,
         flag: Flag,
         divides: bool,
-    ) -> Prepared | None:
+    ) -> PreparedCheck | None:
         """Return an ordinary check, which the plan keeps, None if it is no such one."""
         selectors = plan.selectors(batches)
         is_at_home = plan.devices == [flag.device] and scale.dtype is torch.float32 and type(scale) is Tensor
@@ -173,7 +173,7 @@ class Checks:
         bound = [looks[0].bind(batch.layout, scale, flag.found_inf) for batch in batches]
         passes = [each for each in bound if each is not None]
         if len(passes) == len(bound):
-            plan.prepared = Prepared(plan, looks, scale, flag, divides, passes, selectors)
+            plan.prepared = PreparedCheck(plan, looks, scale, flag, divides, passes, selectors)
             return plan.prepared
         return None
 

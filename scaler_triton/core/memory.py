@@ -11,6 +11,8 @@ from torch import Tensor
 from scaler_triton.core.dispatch import is_captured, refuse_capture, sync_allowed
 from scaler_triton.core.torch_ops import host_memory, wide_dtype
 
+_CPU = torch.device("cpu")
+
 
 def fp32_on(device: torch.device, number: Tensor) -> Tensor:
     """Return a one-element tensor as fp32 on `device`; only a copy to the CPU waits."""
@@ -97,6 +99,10 @@ class OnDevice:
                 dtype = self.dtype if self.dtype is torch.int64 else wide_dtype(device)
                 self.values = torch.tensor(self.read(), dtype=dtype, device="cpu").to(device)
         return self.values
+
+    def on_host(self) -> Any:
+        """Return the values for Python to read and write, for updates on the CPU."""
+        return self.values if isinstance(self.values, list) else host_memory(self.on(_CPU))
 
     def set(self, values: Sequence[Any]) -> None:
         """Write other values."""

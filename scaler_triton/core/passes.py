@@ -25,13 +25,16 @@ if TYPE_CHECKING:
 Pass = Callable[[Any], object]  # what a look does with all gradients of one layout, a sequence of tensors
 
 
-def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: bool = False) -> None:
+def unscale_batch_(
+    batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: bool = False, filled: bool = False
+) -> None:
     """Multiply a batch by 1 / scale, and set `found_inf` to 1 if a gradient was not finite before.
 
     Args:
         batch: written; its backend is chosen.
         scale: one element, any device; with `inverse` it is 1 / scale.
         found_inf: fp32, one element, the batch's device.
+        filled: whether the last such pass over this layout was over these very tensors, where they are now.
     """
     layout, by_torch = batch.layout, batch.layout.backend == "torch"
     factor = torch_ops.inverse(scale) if by_torch and not inverse else scale
@@ -40,15 +43,15 @@ def unscale_batch_(batch: Batch, scale: Tensor, found_inf: Tensor, *, inverse: b
     if by_torch:
         torch_ops.unscale_(batch.present, factor, found_inf)
     else:
-        kernels().unscale.launch_unscale(table_of(batch, "unscale"), factor, found_inf, inverse=inverse)
+        kernels().unscale.launch_unscale(table_of(batch, "unscale", filled=filled), factor, found_inf, inverse=inverse)
 
 
-def check_batch(batch: Batch, found_inf: Tensor) -> None:
+def check_batch(batch: Batch, found_inf: Tensor, *, filled: bool = False) -> None:
     """Set `found_inf` to 1 if a gradient is not finite; arguments as of `unscale_batch_`, the batch is read only."""
     if batch.layout.backend == "torch":
         torch_ops.check(batch.present, found_inf)
     else:
-        kernels().unscale.launch_check(table_of(batch, "check"), found_inf)
+        kernels().unscale.launch_check(table_of(batch, "check", filled=filled), found_inf)
 
 
 def bind_unscale(layout: Layout, scale: Tensor, found_inf: Tensor) -> Pass | None:
@@ -92,14 +95,14 @@ def _bind_launch(layout: Layout, mode: str, found_inf: Tensor, scale: Tensor) ->
     return run
 
 
-def table_of(batch: Batch, mode: str, *, filled_by: str = "") -> GradTable:
+def table_of(batch: Batch, mode: str, *, filled_by: str = "", filled: bool = False) -> GradTable:
     """Return the kernels' table for a pass over a batch, with the addresses of its gradients.
 
-    They are there already if the table is that of the pass `filled_by`, which has just read the batch.
+    They are there already if it is `filled`, or is that of the pass `filled_by`, which has just read the batch.
     """
     layout, present = batch.layout, batch.present
     table = _table_for(layout, mode)
-    if table is layout.tables.get(filled_by):
+    if filled or table is layout.tables.get(filled_by):
         return table
     if present is batch.tensors:
         table.set_addresses(map(Tensor.data_ptr, present))

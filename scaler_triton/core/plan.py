@@ -23,7 +23,7 @@ from scaler_triton.core.gradients import check_gradient, coalesce_fp16, local_te
 from scaler_triton.core.torch_ops import is_plain
 
 if TYPE_CHECKING:
-    from scaler_triton.core.prepared import Prepared
+    from scaler_triton.core.prepared import PreparedCheck
     from scaler_triton.core.ranks import Ranks
     from scaler_triton.kernels.table import GradTable
 
@@ -120,7 +120,7 @@ class GradPlan:
         self.grad_shards: dict[int, int] = {}  # the number of a gradient's shards where its parameter has another
         # Of all gradients of a step in which none was missing; and for each gradient, shared by those of one form.
         self.match_all: Matcher | None = None
-        self.prepared: Prepared | None = None  # the last check of these gradients, if it was an ordinary one
+        self.prepared: PreparedCheck | None = None  # the last check of these gradients, if it was an ordinary one
         self._matchers: list[Matcher] = [unknown] * len(parameters)
         self._matchers_by_form: dict[Any, Matcher] = {}
         self._build_layouts([_expected_form(parameter) for parameter in parameters], parameters)
@@ -272,7 +272,11 @@ class GradPlan:
 
     def selectors(self, batches: Sequence[Batch]) -> list[Callable[[Sequence[Any]], Sequence[Any]]] | None:
         """Return for each layout a function that selects its gradients, None if some are missing or in no layout."""
-        if self.match_all is None or len(batches) != len(self._rows) or any(b.present is not b.tensors for b in batches):
+        if (
+            self.match_all is None
+            or len(batches) != len(self._rows)
+            or any(b.present is not b.tensors for b in batches)
+        ):
             return None
         return [row for _, row in self._rows]
 

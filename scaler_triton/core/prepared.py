@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _grad_of = attrgetter("grad")
 
 
-class Prepared:
+class PreparedCheck:
     """One optimizer's check as it was last time.
 
     Args:

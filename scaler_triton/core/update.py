@@ -163,7 +163,7 @@ class _Updater:
             ours.policies[self.device] = self.policy
             self.launch = self._launch(ours)
         if self.on_host:
-            self.counted = self.counters if isinstance(self.counters, list) else host_memory(self.counters)
+            self.counted = ours.counters.on_host()
             self.tracker = host_memory(growth_tracker.view(-1))
             self.address = growth_tracker.data_ptr()  # of that memory, which users may replace
 

@@ -1,6 +1,7 @@
 """Spikes: which norms of gradients are so large that a guard skips their step, by the rule that `StepGuard` states.
 
-The decision is made in fp64 and without a host wait, by `kernels/spike.py` or by torch's ops, with the same bits.
+The decision is made in fp64 and without a host wait, with the same bits by `kernels/spike.py`, by Python and NumPy on a
+window in the CPU's memory, and by torch's ops elsewhere.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from scaler_triton.core.dispatch import choose, is_captured, kernels, refuse_cap
 from scaler_triton.core.flag import Flag
 from scaler_triton.core.memory import HostCopy
 from scaler_triton.core.message import read_sums
-from scaler_triton.core.torch_ops import wide_dtype
+from scaler_triton.core.torch_ops import host_memory, wide_dtype
 from scaler_triton.kernels import abi
 from scaler_triton.text import count_of
 
@@ -96,6 +98,9 @@ class Window:
             self._places = torch.arange(1 << (length - 1).bit_length(), device=device)
         is_plain = type(self.memory) is Tensor  # not one of torch's fake tensors
         self.by_kernel = is_plain and choose(device, torch.float32, requested, task="guarding") == "triton"
+        self._on_host: Any = None  # memory and places as NumPy's
+        if is_plain and device.type == "cpu" and not self.by_kernel:
+            self._on_host = self.memory.numpy(), self._places.numpy()
         self.copy = HostCopy()  # for `repr` and `metrics`
         self.is_judged = False  # whether a norm of the step that is under way was judged
         self.restore([])
@@ -114,12 +119,37 @@ class Window:
             arguments = totals, flag.status, self.memory, counters.on(device), self.length, ranks
             kernels().spike.launch_judge(*arguments, first=first)
             return
-        self._judge_by_ops(totals, flag.status, counters.on(device), first)
+        if self._on_host is None:
+            self._judge_by_ops(totals, flag.status, counters.on(device), first)
+        else:
+            self._judge_on_host(host_memory(totals), host_memory(flag.status), counters.on_host(), first)
         if ranks:
             read_sums(flag, totals)
 
+    def _judge_on_host(self, totals: Any, status: Any, counters: Any, first: bool) -> None:
+        memory, places = self._on_host
+        count, before, was_spike, *_, sigma, _ = memory[: abi.HEADER].tolist()  # in the order of `kernels.abi`
+        count = int(count)
+        if first and before < math.inf:  # false of NaN
+            memory[abi.HEADER + count % self.length] = before
+            count += 1
+        n, limit = min(count, self.length), math.nan
+        if n >= self.fewest:
+            with np.errstate(all="ignore"):  # large norms have infinite squares
+                limit = float(_limit(np, memory[abi.HEADER :], places, count, n, sigma))
+        norm = math.sqrt(totals[abi.SQUARES])
+        is_spike = limit < norm < math.inf
+        counters[abi.SPIKES] += is_spike - (0 if first else int(was_spike))
+        last = limit if is_spike and limit > 0 else norm  # with 0 no norm but 0 would ever be good again
+        memory[: abi.SPIKE_NORM] = count, last, is_spike
+        if is_spike:
+            memory[abi.SPIKE_NORM : abi.SIGMA] = norm, limit, counters[abi.SKIPPED]
+        if is_spike or not norm < math.inf:
+            totals[abi.OVERFLOWS] = max(totals[abi.OVERFLOWS], 1.0)
+            status[abi.FLAG] = 1.0
+
     def _judge_by_ops(self, totals: Tensor, status: Tensor, counters: Tensor, first: bool) -> None:
-        length, place, ring = self.length, self._places, self.memory[abi.HEADER :]
+        length, ring = self.length, self.memory[abi.HEADER :]
         header = self.memory[: abi.HEADER].unbind()
         count, before, was_spike, *last_spike, sigma, _ = header  # in the order of `kernels.abi`
         count = count.long()
@@ -128,13 +158,8 @@ class Window:
             ring.index_copy_(0, slot, torch.where(enters, before, ring[slot]))
             count = count + enters
         n = count.clamp(max=length)
-        is_held = place < n
-        norms = torch.where(is_held, ring[(place + (count - n)) % length], 0.0)  # oldest first
-        mean = _sum(norms) / n
-        apart = torch.where(is_held, norms - mean, 0.0)
-        deviation = _sqrt(_sum(apart * apart) / (n - 1))
-        limit = mean + sigma * torch.maximum(deviation, 1e-3 * mean)
-        norm = _sqrt(totals[abi.SQUARES])
+        limit = _limit(torch, ring, self._places, count, n, sigma)
+        norm = torch.sqrt(totals[abi.SQUARES])
         is_finite = norm < math.inf
         is_spike = is_finite & (n >= self.fewest) & (norm > limit)
         counters[abi.SPIKES].add_(is_spike.long() if first else is_spike.long() - was_spike.long())
@@ -227,16 +252,24 @@ def held(count: int) -> str:
     return f"{count_of(count, 'norm')} loaded" if count else "no norm yet"
 
 
-def _sum(values: Tensor) -> Tensor:
+def _limit(lib: Any, ring: Any, place: Any, count: Any, n: Any, sigma: Any) -> Any:
+    """Return the largest norm that is good, fp64, after the last `n` of `count` norms that entered a ring.
+
+    Args:
+        lib: NumPy or torch, of which `ring` and `place` are arrays.
+        place: 0, 1, 2 and so on, at least as many as the ring has places, and a power of 2.
+    """
+    is_held = place < n
+    norms = lib.where(is_held, ring[(place + (count - n)) % len(ring)], 0.0)  # oldest first
+    mean = _sum(norms) / n
+    apart = lib.where(is_held, norms - mean, 0.0)
+    # torch's root on the CPU, where it serves fake tensors only, is one bit off for one number in a hundred.
+    deviation = lib.sqrt(_sum(apart * apart) / (n - 1))
+    return mean + sigma * lib.maximum(deviation, 1e-3 * mean)
+
+
+def _sum(values: Any) -> Any:
     """Return the sum of a power of 2 of numbers: of neighbours, then of neighbours among these sums, and so on."""
-    values = values.view((2,) * (len(values).bit_length() - 1))
-    while values.dim():
-        values = values.sum(-1)
-    return values
-
-
-def _sqrt(number: Tensor) -> Tensor:
-    """Return the square root as IEEE 754 rounds it: torch's on the CPU is one bit off for one number in a hundred."""
-    if number.is_cpu and type(number) is Tensor:
-        return torch.tensor(math.sqrt(number.item()), dtype=torch.float64, device="cpu")
-    return number.sqrt()
+    while len(values) > 1:
+        values = values[::2] + values[1::2]
+    return values[0]

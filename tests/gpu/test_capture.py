@@ -373,3 +373,30 @@ def test_the_ops_on_lists_can_be_captured_after_one_call() -> None:
         assert norm.item() == pytest.approx(value / 4 * 4005**0.5, rel=1e-6)
         for grad in [*grads, *others]:
             assert_same(grad, torch.full_like(grad, value / 4))
+
+
+def test_a_prepared_list_can_be_captured_after_one_call() -> None:
+    grads = [torch.zeros(numel, device="cuda") for numel in (5, 4000)]
+    flag, factor = torch.zeros((), device="cuda"), torch.full((), 0.25, device="cuda")
+    prepared = ops.prepare(grads)
+
+    def use() -> tuple[torch.Tensor, torch.Tensor]:
+        prepared.check(flag)
+        norm = prepared.norm(flag, inv_scale=factor)
+        prepared.unscale_(factor, flag)
+        return norm, prepared.clip_(1e-3, flag)
+
+    use()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norms = use()
+    for value in (8.0, 4.0, math.inf, 8.0):
+        for call in (graph.replay, use):
+            for grad in grads:
+                grad.fill_(value)
+            flag.zero_()
+            found = call() or norms
+            assert flag.item() == (value == math.inf)
+            assert [norm.item() for norm in found] == [pytest.approx(value / 4 * 4005**0.5, rel=1e-6)] * 2
+            after = math.inf if value == math.inf else 1e-3 / 4005**0.5
+            assert grads[1][-1].item() == pytest.approx(after, rel=1e-5)

@@ -34,7 +34,7 @@ _PARTS = "unit/parts"
 _CLIP = "unit/clipping/clip"
 _GUARD, _SPIKES, _GUARD_RANKS = "unit/guard/step_guard", "unit/guard/spikes", "fuzz/guard_ranks"
 _HEADROOM, _RULE = "unit/measuring/headroom", "unit/measuring/headroom_rule"
-_BITS = "unit/kernels/spike"  # of the kernel and of torch's ops
+_BITS = "unit/kernels/spike"  # of the kernel and of the same without one
 
 _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     "scaler_triton/core/step.py": [
@@ -379,7 +379,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("backend = \"torch\" if by_torch else choose", "backend = choose"),
         ("for tensor, weight in zip(batch.tensors, weights, strict=True) if tensor is not None]",
          "for tensor, weight in zip(batch.present, weights)]"),
-        ("found_inf, weights) * inv_scale * inv_scale", "found_inf, weights) * inv_scale"),
+        ("found_inf, weights) * inv_scale * inv_scale", "found_inf, weights) * inv_scale", _NO_FP64),
+        ("weights).item() * inv_scale * inv_scale", "weights).item() * inv_scale"),
         ("    table.set_weights(weights)\n", ""),
         ("coef = torch_ops.coefficient(totals[OVERFLOWS], norm",
          "coef = torch_ops.coefficient(totals[OVERFLOWS] * 0, norm", _CLIP),
@@ -394,7 +395,11 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/clipping/torch_ops.py": [
         ("    check(tensors, found_inf)  # the squares of large", "    0  # the squares of large", _NO_FP64),
-        ("* _LOW_SQUARE <= total.item() < math.inf", "* _LOW_SQUARE <= total.item()"),
+        ("* _LOW_SQUARE <= total < math.inf", "* _LOW_SQUARE <= total"),
+        ("if of == one])", "])"),
+        ("    if numel > _ROW and rest:\n", "    if False:\n"),
+        ("            flat = flat[len(flat) - more :]\n", ""),
+        ("as_fp32(norm.item() + _TINY)", "(norm.item() + 1e-6)"),
         ("if dtype is not torch.float16 and math", "if math"),
     ],
     "scaler_triton/measuring/measure.py": [
@@ -466,10 +471,15 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            window.is_judged = False\n", "            pass\n"),
     ],
     "scaler_triton/guard/spikes.py": [
-        ("    if number.is_cpu and type", "    if False and type"),
+        ("if is_plain and device.type", "if False and device.type"),
         ("        if first:\n            enters", "        if True:\n            enters"),
-        ("ring[(place + (count - n)) % length]", "ring[place % length]", _BITS),
+        ("        if first and before", "        if before"),
+        ("ring[(place + (count - n)) % len(ring)]", "ring[place % len(ring)]"),
         ("is_spike = is_finite & (n", "is_spike = (n"),
+        ("limit < norm < math.inf", "limit < norm"),
+        ("last = limit if is_spike and limit > 0 else norm", "last = norm"),
+        ("last = limit if is_spike and limit > 0", "last = limit if is_spike"),
+        ("(0 if first else int(was_spike))", "0"),
         ("torch.where(is_spike & (limit > 0), limit, norm)", "norm"),
         ("torch.where(is_spike & (limit > 0), limit", "torch.where(is_spike, limit"),
         ("if values[abi.SPIKE_GENERATION] == generation else None", "if True else None"),
@@ -516,10 +526,20 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("generation = counters[SKIPPED] if pending else counters[SKIPPED] - 1", "generation = counters[SKIPPED]"),
     ],
     "scaler_triton/ops.py": [
-        ("found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))", "found_inf.copy_(flag)", "gpu/gpu"),
         ("known is not None and known.matches(*scalars, *grads)", "known is not None", _LISTS),
         ("known is not None and _known.pop(key, None) is known and", "known is not None and", _LISTS),
         (" or kernels().launch.capture_query(layout.device)():", ":", _LISTS),
+    ],
+    "scaler_triton/ops_prepared.py": [
+        ("found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))", "found_inf.copy_(flag)", "gpu/gpu"),
+        ("[*map(Tensor.data_ptr, self.tensors)] != self._addresses:", "False:"),
+        ("mode in self._filled and not captured", "mode in self._filled"),
+        ("            self._filled.discard(mode)\n", "            pass\n"),
+        ("        self._filled.clear()\n", ""),
+        ("if [*map(_form, before)] == [*map(_form, self._grouped)]:", "if self._batches:"),
+        ("        totals[OVERFLOWS] += flag", "        flag", "gpu/gpu"),
+        ("            self._explain(found_inf=found_inf)\n", "            pass\n"),
+        ("            self._explain(inv_scale=inv_scale, found_inf=found_inf)\n", "            pass\n"),
     ],
     "scaler_triton/grad_scaler.py": [
         ("                if step.steps_taken == before:\n", "                if False:\n"),

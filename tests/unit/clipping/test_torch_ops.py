@@ -1,6 +1,7 @@
 """Norms and clipping in plain torch: norms as good as fp64, products as torch rounds them."""
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from scaler_triton.clipping import torch_ops
 from scaler_triton.core import torch_ops as core_ops
 from scaler_triton.core.torch_ops import inverse
-from scaler_triton.kernels.abi import OVERFLOWS
+from scaler_triton.kernels.abi import OVERFLOWS, SQUARES, TOTALS
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,19 @@ def test_neither_small_nor_large_squares_are_lost(size: int, factor: float) -> N
         total = torch_ops.sum_of_squares(tensors, found, given)
         assert total.item() == pytest.approx(sum_of_squares(tensors, given), rel=1e-6, abs=0.0)
     assert found.item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "sizes", [[16 * 2048 + n for n in (-1, 0, 1)], [66 * 2048 + 3, 9], [2000] * 67, [0, 0], [0, 7]]
+)
+def test_long_tensors_and_many_short_ones_are_summed_exactly_enough(dtype: torch.dtype, sizes: list[int]) -> None:
+    """What is converted at once is 64 rows of 2048, and what is copied together about as much."""
+    tensors, found = [randn(size, dtype, seed) for seed, size in enumerate(sizes)], flag()
+    weights = [(0.5, 1.0, 0.25)[number % 3] for number in range(len(sizes))]
+    for given in (None, weights):
+        total = torch_ops.sum_of_squares(tensors, found, given)
+        assert total.item() == pytest.approx(sum_of_squares(tensors, given), rel=1e-6, abs=0.0)
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
@@ -120,3 +134,15 @@ def test_norm_and_coefficient(squares: float, overflows: float, max_norm: float,
     got = total, torch_ops.coefficient(totals[OVERFLOWS], total, max_norm)
     assert [each.dtype for each in got] == [torch.float32] * 2
     assert [each.item() for each in got] == pytest.approx([norm, coef], rel=1e-6, nan_ok=True)
+
+
+def test_on_the_cpu_norm_and_coefficient_have_the_bits_of_torchs_ops() -> None:
+    draw, some_norms = random.Random(0), [0.0, 1e-45, 1e-38, 3.4028235e38, math.inf, math.nan]
+    bounds = [0.0, 1e-45, 0.3, 1.0, 5.0, 1e30, 3.4028235e38, 1e39, math.inf]
+    for _ in range(2000):
+        norm = torch.tensor(draw.choice([*some_norms, *[10 ** draw.uniform(-8, 8)] * 20]))
+        bound = draw.choice([*bounds, *[10 ** draw.uniform(-8, 8)] * 20])
+        assert_same(torch_ops.coefficient(flag(), norm, bound), (bound / (norm + 1e-6)).clamp(max=1.0))
+        totals = torch.zeros(TOTALS, dtype=torch.float64)
+        totals[SQUARES] = square = 10 ** draw.uniform(-100, 100)
+        assert_same(torch_ops.norm_of(totals), torch.tensor(math.sqrt(square)))

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import PLACES, Place
+from helpers import PLACES, Place, assert_all_same
 from spike_rule import judged, remembered, series
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -75,8 +75,38 @@ def test_norms_have_the_same_bits_everywhere(place: Place) -> None:
 def test_on_the_cpu_no_square_root_is_torchs(monkeypatch: Any) -> None:
     """That is one bit off for a few numbers, which are others on each machine."""
     run = Judge(Place("cpu", "torch"))
-    monkeypatch.setattr(torch.Tensor, "sqrt", None)
+    for owner in (torch, torch.Tensor):
+        monkeypatch.setattr(owner, "sqrt", None)
     assert not run.judge(2.0)
+
+
+SQUARES = [math.nan, math.inf, 0.0, 5e-324, 1e300, 1e308, 2.0]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_numpy_on_the_cpu_has_the_bits_of_torchs_ops(seed: int, monkeypatch: Any) -> None:
+    draw = random.Random(seed)
+    sigma, length = draw.choice([1e-3, 1.0, 6.0]), draw.choice([2, 3, 8, draw.randint(4, 200)])
+    pair = [Judge(Place("cpu", "torch"), sigma, length) for _ in range(2)]
+    ours, theirs = pair
+    monkeypatch.setattr(torch, "sqrt", lambda number: torch.tensor(math.sqrt(number), dtype=torch.float64))
+    held = [draw.choice([0.0, 1.0, draw.lognormvariate(0.0, 1.0)]) for _ in range(draw.randint(0, 2 * length))]
+    for run in pair:
+        run.window.restore(held)
+        run.counters.set([41] * abi.COUNTERS)
+    theirs.window._on_host = None
+    for _ in range(40):
+        usual = draw.lognormvariate(0.0, 0.3) * draw.choice([1.0] * 9 + [1e6])
+        totals = torch.tensor([draw.choice([*SQUARES, *[usual] * 40]), draw.choice([0.0, 2.0]), 0.0, 2.0, 2.0]).double()
+        first, ranks = draw.random() < 0.8, draw.choice([None, 2])
+        for run in pair:
+            run.flag.clear()
+            run.totals.copy_(totals)
+            run.flag.summed_over, run.window.is_judged = ranks, not first
+            run.window.judge(run.totals, run.flag, run.counters)
+        same = [(run.window.memory, run.totals, run.flag.status) for run in pair]
+        assert_all_same(*same)
+        assert ours.counters.read() == theirs.counters.read()
 
 
 @PLACES

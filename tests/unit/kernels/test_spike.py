@@ -1,4 +1,4 @@
-"""The launch that judges a norm: the bits of torch's ops, whose decisions are NumPy's, and the status of ranks."""
+"""The launch that judges a norm: the bits of the same without a kernel, and the status of ranks."""
 
 import random
 
@@ -7,6 +7,7 @@ import torch
 from helpers import assert_all_same
 from kernel_cases import DEVICE, INF, NAN, as_bits, launched
 
+from scaler_triton.core.flag import Flag
 from scaler_triton.core.update import Counters
 from scaler_triton.guard.spikes import Guard
 from scaler_triton.kernels import abi
@@ -35,14 +36,15 @@ WARPS = {2: 1, 3: 1, 7: 1, 64: 1, 100: 1, 300: 2, 1000: 4, abi.MAX_WINDOW: 16}  
 
 
 @pytest.mark.parametrize("length", WARPS)
-def test_the_kernel_has_the_bits_of_torchs_ops(length):
+def test_the_kernel_has_the_bits_of_numpys_or_torchs_ops(length):
     """Also where several warps share a window: then the simulator sees what one of them reads and another writes."""
     assert warps_of(1 << (length - 1).bit_length()) == WARPS[length]
     draw = random.Random(length)
     ours, theirs = (Guard(1.0, length).new_window(DEVICE, "torch") for _ in range(2))
-    ours_counted, theirs_counted = (Counters().on(DEVICE) for _ in range(2))
+    ours_counted, counters = Counters().on(DEVICE), Counters()
+    theirs_counted = counters.on(DEVICE)
     ours_counted[abi.SKIPPED] = theirs_counted[abi.SKIPPED] = 41
-    ours_status, theirs_status = (torch.zeros(abi.STATUS, device=DEVICE) for _ in range(2))
+    ours_status, flag = torch.zeros(abi.STATUS, device=DEVICE), Flag(torch.zeros(abi.STATUS, device=DEVICE))
     drawn = [draw.uniform(1, 2) for _ in range(length - 2)]
     # None; without a deviation; a limit of 0; too few for one; and some steps later the oldest is replaced.
     for norms in ([], [1.7] * length, [0.0] * length, drawn[: length // 2 - 1], drawn):
@@ -54,8 +56,10 @@ def test_the_kernel_has_the_bits_of_torchs_ops(length):
             expected = totals.clone()
             with launched("_judge_kernel"):
                 launch_judge(totals, ours_status.zero_(), ours.memory, ours_counted, length, 0, first=first)
-            theirs._judge_by_ops(expected, theirs_status.zero_(), theirs_counted, first)
-            assert_all_same([totals, ours_status], [expected, theirs_status])
+            flag.clear()
+            theirs.is_judged = not first
+            theirs.judge(expected, flag, counters)
+            assert_all_same([totals, ours_status], [expected, flag.status])
             assert torch.equal(as_bits(ours.memory), as_bits(theirs.memory))
             assert torch.equal(ours_counted, theirs_counted)
     assert ours_counted[abi.SPIKES] > 2
