@@ -474,7 +474,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if is_plain and device.type", "if False and device.type"),
         ("        if first:\n            enters", "        if True:\n            enters"),
         ("        if first and before", "        if before"),
-        ("ring[(place + (count - n)) % len(ring)]", "ring[place % len(ring)]"),
+        ("ring[(place + (count - n)) % len(ring)]", "ring[place % len(ring)]", _BITS),
         ("is_spike = is_finite & (n", "is_spike = (n"),
         ("limit < norm < math.inf", "limit < norm"),
         ("last = limit if is_spike and limit > 0 else norm", "last = norm"),
