@@ -32,6 +32,11 @@ _OVERRIDES = "unit/core/overrides"
 _MARKS = "unit/report/marks"
 _PARTS = "unit/parts"
 _CLIP = "unit/clipping/clip"
+_PREPARED, _FUSED, _GRADIENTS = "unit/core/prepared", "unit/core/fused", "unit/core/gradients"
+_WATCH, _OPTIMIZERS, _DERIVED = "unit/watch/watch", "unit/watch/optimizers", "unit/watch/derived"
+_AFTER, _CLOSURES, _NOTES, _STREAK = (
+    "unit/watch/after_skips", "unit/watch/closures", "unit/watch/notes", "unit/report/streak",
+)
 _GUARD, _SPIKES, _GUARD_RANKS = "unit/guard/step_guard", "unit/guard/spikes", "fuzz/guard_ranks"
 _HEADROOM, _RULE = "unit/measuring/headroom", "unit/measuring/headroom_rule"
 _BITS = "unit/kernels/spike"  # of the kernel and of torch's ops
@@ -143,7 +148,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if step.owner is handle and (step[FLAGS] or", "if step.owner is handle and (False or"),
         ("(step[FLAGS] or step[\"stage\"] is not READY_STAGE):", "step[FLAGS]:"),
         ("        step.plan, step.notes = None, {}  # they", "        # they"),
-        ("or not _same_groups(inner.param_groups, optimizer.param_groups):", ":"),
+        ("if is_other and _same_groups(each.param_groups, wrapper.param_groups):", "if is_other:"),
         ("mine is theirs or mine[\"params\"] is theirs[\"params\"]", "mine is theirs"),
         ("    return outermost\n", "    return optimizer\n"),
     ],
@@ -160,14 +165,15 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            failures.spend(self, step, scale.device)\n", "", _STEP),
         ("step.accept(flag, flags, divided=divide)", "step.accept(flag, flags, divided=True)", _STEP),
         # Looks.
-        ("return self.dividing if divide else self.reading", "return self.dividing", "unit/core/look"),
+        ("            return self.dividing\n        return self.reading",
+         "            return self.dividing\n        return self.dividing", "unit/core/look"),
         ("self.allow_fp16 or not divide, sums", "True, sums"),
         ("self.allow_fp16 or not divide, sums", "not divide, sums"),
         ("self.allow_fp16 or not divide, sums", "self.allow_fp16, sums"),
-        ("            for look in looks:\n                look.run(",
-         "            for look in reversed(looks):\n                look.run(", _HEADROOM),
-        ("        if flag.gather():\n            self.tell_found(step, batches)\n", "        flag.gather()\n", _MARKS),
-        ("        if flag.gather():\n", "        if False:\n"),
+        ("                for look in looks:\n                    look.run(",
+         "                for look in reversed(looks):\n                    look.run(", _HEADROOM),
+        ("        if is_found:\n            self.tell_found(step, batches)\n", "", _MARKS),
+        ("is_found = flag.gather()", "is_found = False"),
         ("            look.judge(flags, peers)\n", "            pass\n", _GUARD),
         # Plans and ranks.
         ("if plan is None or not plan.is_for(parameters, home):", "if plan is None:", "unit/core/plan"),
@@ -287,13 +293,13 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("all(map(call, compress(self._matchers, is_present), compress(local, is_present)))",
          "not all(is_present)"),
         ("all_match = all_match and layout.backend is not None", "pass"),
-        ("        self._match_all = None  # its forms", "        # its forms"),
+        ("        self.guard = self.prepared = None  # its forms", "        self.prepared = None  # its forms"),
         ("nullcontext if overrides else _unasked", "_unasked"),
         ("partials[index] = local.detach() * terms", "partials[index] = local.detach()"),
         ("            check_gradient(grad, f\"the gradient of parameter {index}\")\n", "            pass\n"),
     ],
     "scaler_triton/core/passes.py": [
-        ("        if table.config == config:\n", "        if False:\n"),
+        ("if each.config == config), None)", "if False), None)"),
         ("layout.skip_count is None else layout.skip_count()", "True else None", _MARKS),
     ],
     "scaler_triton/core/torch_ops.py": [
@@ -340,7 +346,10 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/parts.py": [
         ("[*self.checks.dividing[:-1], Norm(scale", "[Norm(scale", _HEADROOM),
-        ("        self.checks.observers.append(Marking(self.counters))\n", "", _MARKS),
+        ("[Marking(self.counters), watch, self.streaks]", "[watch, self.streaks]", _MARKS),
+        ("[Marking(self.counters), watch, self.streaks]", "[Marking(self.counters), self.streaks]", _WATCH),
+        ("[Marking(self.counters), watch, self.streaks]", "[Marking(self.counters), watch]", _STREAK),
+        ("Watch(self.checks, divides=self.scales)", "Watch(self.checks, divides=True)", _OPTIMIZERS),
     ],
     "scaler_triton/clipping/clip.py": [
         ("elif len(parts) > 1 and checks.has_flag(part.flag, peers, group):", "elif len(parts) > 1:"),
@@ -354,8 +363,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("again=request.chosen is not None)", "again=False)", _STEP),
         ("sums_partial=True)", "sums_partial=False)", "ranks/clip"),
         ("        checks.flag_is_read_later(part.step", "        (part.step", _CHECK),
-        ("        except Exception:  # the other ranks wait in the norm's reduction\n            self.fail()\n",
-         "        except Exception:  # the\n"),
+        ("  # the other ranks wait in the norm's reduction\n            self.fail()\n", "\n"),
         ("        tell_failure(peers, self.scale.device, self.checks.n_sums or 0)\n", "        0\n"),
         ("for step in steps:\n                failures.spend(checks, step, self.scale.device)", "pass", _PARTS),
         ("checks.looks_for(step, self.scale, divide=True)\n        with", "pass\n        with", _GUARD_RANKS),
@@ -460,7 +468,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("in (STEPPED, FAILED) and step[\"found_inf_per_device\"]:", "in (STEPPED, FAILED):"),
         ("            ours.let_others_wait()\n", "", _MARKS),
         ("max_consecutive_skips is not None and not captured:", "max_consecutive_skips is not None:", "gpu/guard"),
-        ("                ours.streaks.raise_if_too_long(scale, guard.get_scale, guard.overflow_report)\n",
+        ("                ours.streaks.raise_if_too_long(scale)\n",
          "                pass\n"),
         ("        step.reset()\n        if (window", "        if (window"),
         ("            window.is_judged = False\n", "            pass\n"),
@@ -529,15 +537,15 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("captured=captured, keep=", "captured=False, keep=", _CAPTURE),
         ("keep=bool(carried))", "keep=False)", "unit/core/update"),
         ("agreed=True)\n            raise", "agreed=False)\n            raise", _STEP),
-        ("            failures.spend(self._ours.checks, step, self._scale.device, agreed=True)\n", "", _STEP),
+        ("            failures.spend(checks, step, self._scale.device, agreed=True)\n", "", _STEP),
         ("        if steps.updates == updates:", "        if True:", _STEP),
         ("        if steps.unfinished:\n            steps.loss_scaled()\n", "", _STEP),
         ("ours.checks.carried_over(captured) if ours.steps.unfinished else []", "[]"),
         ("        ours.steps.close(carried)\n", "        ours.steps.close()\n", _STEP),
         ("if ours.updates.limits != NO_LIMITS or ours.headroom is not None:",
          "if ours.updates.limits != NO_LIMITS:", _RULE),
-        ("self.overflow_report)\n        return optimizer.step(",
-         "self.overflow_report)\n        step.outcome = None\n        return optimizer.step("),
+        ("            return None\n        return optimizer.step(",
+         "            return None\n        step.outcome = None\n        return optimizer.step("),
         ("        ours.steps.reset()  # what", "        pass  # what"),
         ("if step.phase is FOREIGN:\n            super().unscale_(", "if 0:\n            super().unscale_(", _STEP),
         ("if step.phase is FOREIGN:\n            return super().step(",
