@@ -455,6 +455,20 @@ def test_a_carried_step_waits_as_many_updates_as_come() -> None:
     assert values(optimizer) == [-1.0]
 
 
+@BY_HAND
+def test_new_gradients_of_a_carried_step_are_divided_and_so_are_old_ones_once_a_loss_is_scaled(
+    method: str, given: tuple[float, ...]
+) -> None:
+    scaler, optimizer = begin("", "CARRIED", None)
+    renew(optimizer)
+    getattr(scaler, method)(optimizer, *given)
+    assert grads(optimizer) == [2.0]
+    scaler.update()
+    scale(scaler)
+    getattr(scaler, method)(optimizer, *given)
+    assert grads(optimizer) == [0.5]
+
+
 def test_a_carried_step_that_is_unscaled_again_goes_by_its_new_flag() -> None:
     scaler, optimizer = begin("", "CARRIED", None)
     renew(optimizer, math.inf)
@@ -623,3 +637,4 @@ def test_parameters_with_a_plan_can_be_swapped() -> None:
     parameter.grad = torch.full((2,), 6.0, dtype=torch.float64)
     scaler.step(optimizer)
     assert parameter.tolist() == [-1.5, -1.5]
+

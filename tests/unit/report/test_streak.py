@@ -159,3 +159,12 @@ def test_a_good_step_looks_one_time_in_64() -> None:
     with mock.patch.object(Streaks, "look") as look:
         run.step("." * 640)
     assert look.call_count == 10
+
+
+@pytest.mark.filterwarnings("ignore::scaler_triton.ScalerWarning")
+def test_a_cause_that_was_warned_of_is_named() -> None:
+    run = Run(GradScaler)
+    run.step("x" * 49)
+    run.scaler._ours.checks.warned |= {"ST05", "ST01"}
+    with pytest.warns(ScalerWarning, match=r"names them\. It was warned of the cause: ST05\. Set max_consecutive_skips"):
+        run.scaler.step(run.optimizers[0])
