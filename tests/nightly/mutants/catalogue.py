@@ -35,7 +35,10 @@ _CLIP = "unit/clipping/clip"
 _PREPARED, _FUSED, _GRADIENTS = "unit/core/prepared", "unit/core/fused", "unit/core/gradients"
 _WATCH, _OPTIMIZERS, _DERIVED = "unit/watch/watch", "unit/watch/optimizers", "unit/watch/derived"
 _AFTER, _CLOSURES, _NOTES, _STREAK = (
-    "unit/watch/after_skips", "unit/watch/closures", "unit/watch/notes", "unit/report/streak",
+    "unit/watch/after_skips",
+    "unit/watch/closures",
+    "unit/watch/notes",
+    "unit/report/streak",
 )
 _GUARD, _SPIKES, _GUARD_RANKS = "unit/guard/step_guard", "unit/guard/spikes", "fuzz/guard_ranks"
 _HEADROOM, _RULE = "unit/measuring/headroom", "unit/measuring/headroom_rule"
@@ -219,11 +222,11 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("owner = step.owner() if step.phase is CARRIED else None", "owner = step.owner()", _STEP),
         ("return owner is not None and gradients", "return gradients", _STEP),
         # Ordinary checks.
-        ("scale, flag, divides) if peers is None else None", "scale, flag, divides)"),
+        ("scale, flag, divides) if peers is None else None", "scale, flag, divides)", _PREPARED),
         ("divides = divide and looks is not self.reading", "divides = divide", _STEP),
-        ("if len(looks) > 1 or selectors is None", "if selectors is None", _HEADROOM),
+        ("if len(looks) > 1 or selectors is None", "if selectors is None", _PREPARED),
         ("if len(looks) > 1 or selectors is None or", "if len(looks) > 1 or", _STEP),
-        ("is_at_home = plan.devices == [flag.device] and scale", "is_at_home = scale", _PREPARED),
+        ("is_at_home = plan.devices == [flag.device] and scale", "is_at_home = scale", "gpu/mixed_devices"),
         ("scale.dtype is torch.float32 and type(scale) is Tensor", "type(scale) is Tensor", _PREPARED),
         ("scale.dtype is torch.float32 and type(scale) is Tensor", "scale.dtype is torch.float32", _PREPARED),
         ("not is_at_home or flag.is_captured:", "not is_at_home:", _CAPTURE),
@@ -231,19 +234,19 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
          "[looks[0].bind(batches[0].layout, scale, flag.found_inf) for batch in batches]", "unit/core/look"),
         ("if len(passes) == len(bound):", "if True:"),
         ("prepared is None or prepared.looks is not looks or step", "prepared is None or step", _PREPARED),
-        (" or step.phase is not READY or group is not None:", " or group is not None:", _STEP),
+        (" or step.phase is not READY or group is not None:", " or group is not None:", _PREPARED),
         (" or step.phase is not READY or group is not None:", " or step.phase is not READY:", _PREPARED),
         ("        if self.sharded and ranks.is_in_a_group(group):\n            return False\n", "", _PREPARED),
-        ("flag, step.outcome = prepared.flag, None", "flag = prepared.flag"),
+        ("flag, step.outcome = prepared.flag, None", "flag = prepared.flag", _PREPARED),
         ("            flag.clear()\n            if prepared", "            if prepared", _PREPARED),
         ("                self.tell_found(step, prepared.batches(rows))\n", "                pass\n", _PREPARED),
         ("{flag.device: flag.found_inf}, divided=divide)", "{flag.device: flag.found_inf}, divided=True)", _PREPARED),
         ("            failures.fail(self, step, optimizer, scale.device, None, None, flag)\n",
          "            pass\n", _PREPARED),
         # An update.
-        ("            if step.phase is not CARRIED:\n                owner", "            if True:\n                owner", _STEP),
+        ("            if step.phase is not CARRIED:\n                owner",
+         "            if True:\n                owner", _STEP),
         ("() if owner is None else gradients.state_of(parameters_of(owner))", "()", _STEP),
-        ("step.owner() if step.phase is UNSCALED else None", "step.owner()", _STEP),
     ],
     "scaler_triton/core/message.py": [
         ("1.0, -1.0), out=first", "1.0, 1.0), out=first", _CHECK),
@@ -338,9 +341,10 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        self.guard = self.prepared = None  # its forms", "        self.guard = None  # its forms", _PREPARED),
         ("if local and all(is_present) and self.guard is None:", "if local and all(is_present):"),
         ("if local and all(is_present) and self.guard is None:", "if local and self.guard is None:"),
-        ("if self.guard is None or len(batches) != len(self._rows) or any(", "if len(batches) != len(self._rows) or any(",
-         _PREPARED),
-        ("if self.guard is None or len(batches) != len(self._rows) or any(", "if self.guard is None or any(", _PREPARED),
+        ("if self.guard is None or len(batches) != len(self._rows) or any(",
+         "if len(batches) != len(self._rows) or any(", _PREPARED),
+        ("if self.guard is None or len(batches) != len(self._rows) or any(",
+         "if self.guard is None or any(", _PREPARED),
         (" or any(b.present is not b.tensors for b in batches):", ":", _PREPARED),
     ],
     "scaler_triton/core/passes.py": [
@@ -355,7 +359,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
          "unit/core/look"),
         ("        table.set_addresses(map(Tensor.data_ptr, tensors))\n        if n_chunks:",
          "        if n_chunks:", _PREPARED),
-        ("        if n_chunks:\n            launch", "        if True:\n            launch"),
     ],
     "scaler_triton/core/prepared.py": [
         ("if scale is not self.scale or step.flag", "if step.flag"),
@@ -448,7 +451,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("[Marking(self.counters), watch, self.streaks]", "[watch, self.streaks]", _MARKS),
         ("[Marking(self.counters), watch, self.streaks]", "[Marking(self.counters), self.streaks]", _WATCH),
         ("[Marking(self.counters), watch, self.streaks]", "[Marking(self.counters), watch]", _STREAK),
-        ("Watch(self.checks, divides=self.scales)", "Watch(self.checks, divides=True)", _OPTIMIZERS),
+        ("Watch(self.checks, divides=self.scales)", "Watch(self.checks, divides=True)", _WATCH),
     ],
     "scaler_triton/clipping/clip.py": [
         ("elif len(parts) > 1 and checks.has_flag(part.flag, peers, group):", "elif len(parts) > 1:"),
@@ -647,7 +650,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
          "by_now = f\"; by now the scale is {scale.item()}\"", _GUARD),
         ("what += f\"; the scale is {scale.item()}\" if self._scales else \"\"",
          "what += f\"; the scale is {scale.item()}\""),
-        ("with sync_allowed(scale.device), suppress(Exception):", "with sync_allowed(scale.device), suppress(KeyError):"),
+        ("sync_allowed(scale.device), suppress(Exception):", "sync_allowed(scale.device), suppress(KeyError):"),
         ("{found.conclusion or str(found)", "{str(found)"),
         ("        if limit is not None:\n            advice", "        if False:\n            advice"),
         ("sorted(CAUSES & self._warned)", "sorted(CAUSES)"),
@@ -658,7 +661,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
     ],
     "scaler_triton/watch/watch.py": [
         ("        if is_captured(meeting.scale):\n            return\n", ""),
-        ("        if self._divides:\n", "        if True:\n", _OPTIMIZERS),
+        ("        if self._divides:\n", "        if True:\n"),
         ("            optimizers.refuse_shared(meeting, self._checks.steps.all())\n", "", _OPTIMIZERS),
         ("            optimizers.warn_of_fp16_state(meeting, self._checks.warned)\n", "", _OPTIMIZERS),
         ("            optimizers.warn_of_unknown_scales(meeting, self._checks)\n", "", _OPTIMIZERS),
@@ -694,12 +697,12 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("    with suppress(TypeError):  # no Python", "    with suppress(KeyError):  # no Python"),
         ("        yield from around.nonlocals.values()\n", ""),
         ("        yield from around.globals.values()\n", ""),
-        ("getattr(function, \"__func__\", function)", "function"),
     ],
     "scaler_triton/watch/derived.py": [
         ("    if not meeting.divides:\n        return\n", ""),
         ("            meeting.flag.written = True\n", ""),
-        ("(grad := parameter.grad) is not None and grad.requires_grad:", "(grad := parameter.grad) is not None:", _STEP),
+        ("(grad := parameter.grad) is not None and grad.requires_grad:",
+         "(grad := parameter.grad) is not None:", _STEP),
         ("    if not samples:\n        return\n", "", _WATCH),
         ("    choose_backends(batches, meeting.plan.requested, meeting.plan.task)\n", ""),
         ("meeting.flag.written = meeting.plan.is_new = True", "meeting.flag.written = True"),
@@ -731,7 +734,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         # A trial.
         ("            if known == indices:\n", "            if True:\n"),
         ("copy.start(before.isfinite() & ~largest", "copy.start(~largest"),
-        ("if trial is None and step.steps_taken == 0:", "if trial is None:", _WATCH),
+        ("if trial is None and step.steps_taken == 0:", "if trial is None:"),
         ("if trial is None and step.steps_taken == 0:", "if False:"),
         ("if trial is None or trial.ids != plan.ids:", "if trial is None:"),
         ("        step.notes.pop(\"trial\", None)\n", ""),
@@ -813,7 +816,8 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("    if step.phase is FAILED:\n        step.outcome = FAILED\n        return None\n", "", _STEP),
         ("    if step.phase is FAILED:\n        fused.remove", "    if 0:\n        fused.remove", _STEP),
         # Ordinary checks, skips, looks at streaks.
-        ("self.process_group, divide=True):\n            _check(", "None, divide=True):\n            _check(", _PREPARED),
+        ("self.process_group, divide=True):\n            _check(",
+         "None, divide=True):\n            _check(", _PREPARED),
         ("        if replaced or not checks.repeat(step, optimizer, self._scale, self.process_group, divide=True):\n",
          "        if not checks.repeat(step, optimizer, self._scale, self.process_group, divide=True):\n", _PREPARED),
         ("            if replaced or not checks.repeat(step", "            if not checks.repeat(step", _PREPARED),

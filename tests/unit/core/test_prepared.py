@@ -169,6 +169,19 @@ def test_an_error_in_a_pass_spends_the_step(place: Place) -> None:
     assert values(optimizer) == before
 
 
+def test_a_carried_step_is_not_divided_again_and_the_last_outcome_is_forgotten() -> None:
+    scaler, optimizer = warmed(Place("cpu", "torch"))
+    give(optimizer)
+    assert scaler.was_skipped(optimizer) is False
+    assert in_general(lambda: scaler.unscale_(optimizer)) == 0
+    with pytest.raises(ValueError, match="was unscaled again"):
+        scaler.was_skipped(optimizer)
+    for _ in range(2):
+        scaler.update()
+        scaler.unscale_(optimizer)
+        assert grads(optimizer) == [2.0, 2.0]
+
+
 def test_parameters_are_not_kept_alive() -> None:
     scaler, optimizer = warmed(Place("cpu", "torch"))
     gradient = weakref.ref(params_of(optimizer)[0].grad)
@@ -241,6 +254,18 @@ def test_by_a_scale_of_another_kind_no_check_is_prepared(kind: Any) -> None:
         assert in_general(lambda: scaler.unscale_(optimizer)) == 1
         assert grads(optimizer) == [2.0, 2.0]
         scaler._ours.steps.reset()
+
+
+def test_forms_that_come_again_after_others_are_checked_by_their_own_layouts() -> None:
+    scaler, optimizer = warmed(Place("cpu", "torch"))
+    first, second = params_of(optimizer)
+    first.data, second.grad = first.data.double(), None
+    first.grad = torch.full((3,), 8.0, dtype=torch.float64)
+    take_step(scaler, optimizer, "step")
+    first.data, first.grad, second.grad = first.data.float(), torch.full((3,), 8.0), torch.full((2,), math.inf)
+    take_step(scaler, optimizer, "step")
+    assert scaler.was_skipped(optimizer)
+    assert [each.name for each in scaler.overflow_report([("a", first), ("b", second)]).bad] == ["b"]
 
 
 def test_of_several_looks_each_is_taken() -> None:

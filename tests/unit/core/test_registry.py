@@ -331,4 +331,3 @@ def test_the_flag_is_what_stands_in_the_state_whoever_wrote_it(kind: str, write:
     assert values(optimizer) == [0.0]
     scaler.update()
     assert scaler.get_scale() == SCALE / 2
-

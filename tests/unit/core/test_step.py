@@ -451,6 +451,8 @@ def test_a_carried_step_waits_as_many_updates_as_come() -> None:
     scaler, optimizer = begin("", "CARRIED", None)
     for _ in range(2):
         updated(scaler)
+    scaler.unscale_(optimizer)
+    assert grads(optimizer) == [2.0]
     scaler.step(optimizer)
     assert values(optimizer) == [-1.0]
 
@@ -637,4 +639,3 @@ def test_parameters_with_a_plan_can_be_swapped() -> None:
     parameter.grad = torch.full((2,), 6.0, dtype=torch.float64)
     scaler.step(optimizer)
     assert parameter.tolist() == [-1.5, -1.5]
-

@@ -185,8 +185,7 @@ def test_a_fused_optimizers_first_step_is_looked_at_too() -> None:
 
 def test_a_trial_ends_when_its_copy_arrives_and_a_skip_meanwhile_begins_another() -> None:
     """As on a GPU, where nothing waits for it."""
-    arrived, scaler = [False, False, True], started(GradScaler, "cpu")
-    weight = nn.Parameter(torch.ones(2))
+    scaler, weight = started(GradScaler, "cpu"), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=torch.inf)
 
     def run() -> None:
@@ -195,7 +194,7 @@ def test_a_trial_ends_when_its_copy_arrives_and_a_skip_meanwhile_begins_another(
             scaler.step(optimizer)
             scaler.update()
 
-    with mock.patch.object(HostCopy, "has_arrived", lambda self: arrived.pop(0)):
+    with mock.patch.object(HostCopy, "has_arrived", side_effect=[False, False, True]):
         (text,) = warned(run)
     assert "has left 1 parameter with NaN or Inf" in text
     assert "trial" not in scaler._ours.steps.open(optimizer).notes
@@ -213,7 +212,8 @@ def test_a_trial_ends_when_its_copy_arrives_and_a_skip_meanwhile_begins_another(
             weight.fill_(torch.nan)  # by that step
         scaler.unscale_(optimizer)
 
-    with mock.patch.object(HostCopy, "has_arrived", lambda self: scaler._ours.steps.open(optimizer).steps_taken > 2):
+    step = scaler._ours.steps.open(optimizer)
+    with mock.patch.object(HostCopy, "has_arrived", side_effect=lambda: step.steps_taken > 2):
         assert [text[:6] for text in warned(skipped)] == ["[ST06]"]
 
 
@@ -247,6 +247,17 @@ def test_a_streak_of_skips_looks_at_parameters_once_and_the_first_step_after_it_
     assert looks.call_count == 1
     (text,) = warned(lambda: run(1.0, 1.0))
     assert "The step before was skipped" in text
+
+
+def test_a_gradient_of_another_form_after_the_first_step_is_no_reason_to_look() -> None:
+    scaler, weight = started(GradScaler, "cpu"), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with mock.patch.object(after_skips, "largest_by_kind", side_effect=after_skips.largest_by_kind) as looks:
+        for number in range(6):
+            weight.grad = torch.ones(2) if number < 4 else torch.ones(4)[::2]
+            scaler.step(optimizer)
+            scaler.update()
+    assert looks.call_count == 2
 
 
 def test_a_gradient_that_accumulates_over_a_good_step_is_no_sign() -> None:

@@ -60,5 +60,5 @@ def test_what_is_looked_at_where_gradients_are_new(
         for name in names:
             monkeypatch.setattr(module, name, lambda *_, name=name: called.append(name))
     started(cls, "cpu").unscale_(sgd([torch.ones(1)]))
-    of_division = ["refuse_shared", "warn_of_fp16_state", "warn_of_unknown_scales", "divide"]
-    assert called == ([] if is_in_capture else [*(of_division if divides else []), "wait_for_copies", "look_at_parameters"])
+    of_division = ["refuse_shared", "warn_of_fp16_state", "warn_of_unknown_scales", "divide"] if divides else []
+    assert called == ([] if is_in_capture else [*of_division, "wait_for_copies", "look_at_parameters"])
