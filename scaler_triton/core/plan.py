@@ -272,13 +272,8 @@ class GradPlan:
 
     def selectors(self, batches: Sequence[Batch]) -> list[Callable[[Sequence[Any]], Sequence[Any]]] | None:
         """Return for each layout a function that selects its gradients, None if some are missing or in no layout."""
-        if (
-            self.match_all is None
-            or len(batches) != len(self._rows)
-            or any(b.present is not b.tensors for b in batches)
-        ):
-            return None
-        return [row for _, row in self._rows]
+        is_whole = len(batches) == len(self._rows) and all(each.present is each.tensors for each in batches)
+        return [row for _, row in self._rows] if is_whole and self.match_all is not None else None
 
     def is_for(self, parameters: Sequence[Tensor], home: torch.device) -> bool:
         """Return whether the plan was made for these parameters, where they and the scale are now.

@@ -89,6 +89,6 @@ def _reached_from(function: Callable[..., Any]) -> Iterator[Any]:
         yield owner
         yield from getattr(owner, "__dict__", {}).values()
     with suppress(TypeError):  # no Python function
-        around = inspect.getclosurevars(getattr(function, "__func__", function))
+        around = inspect.getclosurevars(function)  # a method's are those of its function
         yield from around.nonlocals.values()
         yield from around.globals.values()

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import parameters, sgd, started, values
+from helpers import Wrapper, parameters, sgd, started, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import OptState
 
@@ -136,6 +136,12 @@ def test_14_an_sgd_of_ones_own_is_called(options: dict[str, float]) -> None:
     optimizer = Notes(math.inf, **options)
     a_scaler().step(optimizer)
     assert optimizer.numbers == [SCALE, 1.0]
+
+
+def test_a_wrapper_around_a_known_optimizer_has_its_claim() -> None:
+    scaler, inner = a_scaler(), sgd([torch.ones(1)], fused=True)
+    wrapper = Wrapper(inner)
+    assert fused.way_of(scaler._ours.steps.open(wrapper), wrapper) == "attributes"
 
 
 # The older kind

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import PLACES, Place, assert_same, flags, parameters, params_of, sgd, started
+from tensor_pair import Pair
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
@@ -248,3 +250,72 @@ def test_dtensor_is_not_imported_to_find_out_that_a_tensor_is_none(monkeypatch: 
     monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
     assert not gradients.is_dtensor(torch.ones(1))
     assert "torch.distributed.tensor" not in sys.modules
+
+
+# What is remembered of gradients, and known of parameters
+
+
+def another(given: list[Any]) -> None:
+    given.append(torch.nn.Parameter(torch.ones(2)))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        (lambda given: None, True),
+        (lambda given: given[0].grad.mul_(1.0), False),
+        (lambda given: setattr(given[0], "grad", torch.ones(2)), False),
+        (lambda given: setattr(given[1], "grad", torch.ones(3)), False),
+        (another, False),
+    ],
+    ids=["nothing", "written", "replaced", "made", "another parameter"],
+)
+def test_it_is_known_whether_somebody_has_written_a_gradient(change: Any, is_same: bool) -> None:
+    given: list[Any] = [*parameters([torch.ones(2), None], "cpu")]
+    state, before = gradients.state_of(given), [each.grad for each in given]
+    change(given)
+    assert gradients.is_unwritten(given, state) is is_same
+    assert len(before) == 2
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_of_a_dtensor_it_is_the_shard_that_is_written() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter: Any = torch.nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False))
+    parameter.grad = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False)
+    state = gradients.state_of([parameter])
+    assert gradients.is_unwritten([parameter], state)
+    gradients.local_tensor(parameter.grad).mul_(2.0)
+    assert not gradients.is_unwritten([parameter], state)
+
+
+def test_what_is_remembered_of_a_gradient_does_not_keep_it() -> None:
+    (parameter,) = parameters([torch.ones(2)], "cpu")
+    state, gradient = gradients.state_of([parameter]), weakref.ref(parameter.grad)  # type: ignore[arg-type]
+    parameter.grad = None
+    assert gradient() is None
+    assert len(state) == 1
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_the_largest_value_of_each_parameter_that_has_one_by_device_and_dtype() -> None:
+    shard = DTensor.from_local(torch.tensor([-7.0, 1.0]), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+    given: list[Any] = [
+        torch.nn.Parameter(torch.tensor([1.0, -3.0])),
+        torch.zeros(0),
+        torch.tensor([2.0, math.nan]),
+        torch.tensor([[5.0]], dtype=torch.float64),
+        torch.ones(2, device="meta"),
+        torch.ones(2, dtype=torch.int64),
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2).to_sparse(),
+        Pair(torch.ones(2), torch.ones(2)),
+        torch.nn.Parameter(shard),
+        torch.tensor(-math.inf),
+    ]
+    found = gradients.largest_by_kind(dict(enumerate(given, 10)))
+    assert not any(largest.requires_grad for _, largest in found.values())
+    assert {kind: (keys, str(largest.tolist())) for kind, (keys, largest) in found.items()} == {
+        (torch.device("cpu"), torch.float32): ([10, 12, 19, 20], "[3.0, nan, 7.0, inf]"),
+        (torch.device("cpu"), torch.float64): ([13], "[5.0]"),
+    }

@@ -8,10 +8,13 @@ from unittest import mock
 import pytest
 import torch
 from helpers import PLACES, Place, Wrapper, flags, grads, params_of, sgd, started, take_step, values
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from scaler_triton import GradScaler, StepGuard
 from scaler_triton.core.check import Checks
+from scaler_triton.core.look import Divide, Read
 
 
 def warmed(place: Place, cls: Any = GradScaler, how: str = "step", **options: Any) -> tuple[Any, Any]:
@@ -166,9 +169,141 @@ def test_an_error_in_a_pass_spends_the_step(place: Place) -> None:
     assert values(optimizer) == before
 
 
+def test_a_carried_step_is_not_divided_again_and_the_last_outcome_is_forgotten() -> None:
+    scaler, optimizer = warmed(Place("cpu", "torch"))
+    give(optimizer)
+    assert scaler.was_skipped(optimizer) is False
+    assert in_general(lambda: scaler.unscale_(optimizer)) == 0
+    with pytest.raises(ValueError, match="was unscaled again"):
+        scaler.was_skipped(optimizer)
+    for _ in range(2):
+        scaler.update()
+        scaler.unscale_(optimizer)
+        assert grads(optimizer) == [2.0, 2.0]
+
+
 def test_parameters_are_not_kept_alive() -> None:
     scaler, optimizer = warmed(Place("cpu", "torch"))
     gradient = weakref.ref(params_of(optimizer)[0].grad)
     optimizer.zero_grad()
     assert gradient() is None
     assert scaler._ours.steps.open(optimizer).plan.prepared is not None
+
+
+@PLACES
+def test_gradients_are_read_where_they_are_now_and_a_flag_is_cleared(place: Place) -> None:
+    scaler, optimizer = warmed(place, fused=True)
+    for value in (8.0, math.inf, 8.0):
+        before, size = values(optimizer), 0.0 if value == math.inf else 4.0 / scaler.get_scale()
+        for each in params_of(optimizer):
+            each.grad = torch.full_like(each, value)
+        assert in_general(lambda: take_step(scaler, optimizer, "step", updates=False)) == 0
+        assert values(optimizer) == [each - size for each in before]
+        scaler.update()
+
+
+@PLACES
+def test_each_of_several_layouts_has_its_own_pass(place: Place) -> None:
+    scaler = started(GradScaler, place.device, init_scale=4.0, backend=place.backend)
+    optimizer = sgd([torch.full((3,), 8.0), torch.full((70,), 8.0).bfloat16(), torch.full((2,), 8.0)], place.device)
+    for _ in range(3):
+        give(optimizer)
+        scaler.unscale_(optimizer)
+        assert [each.grad.unique().tolist() for each in params_of(optimizer)] == [[2.0]] * 3
+        scaler.step(optimizer)
+        scaler.update()
+    give(optimizer)
+    params_of(optimizer)[1].grad[69] = math.nan
+    assert in_general(lambda: scaler.step(optimizer)) == 0
+    report = scaler.overflow_report([(name, each) for name, each in zip("abc", params_of(optimizer), strict=True)])
+    assert [(each.name, each.kinds) for each in report.bad] in ([("b", "NaN")], [])  # torch's op on a GPU leaves none
+
+
+@pytest.mark.parametrize("missing", [[1], [0, 2]])
+def test_gradients_of_a_layout_that_are_missing_in_some_steps(missing: list[int]) -> None:
+    scaler = started(GradScaler, "cpu", init_scale=4.0)
+    optimizer = sgd([torch.ones(3), torch.ones(2).double(), torch.ones(2)])
+    for lacks in (False, False, True, True, False):
+        for index, each in enumerate(params_of(optimizer)):
+            each.grad = None if lacks and index in missing else torch.full_like(each, 8.0)
+        scaler.unscale_(optimizer)
+        assert {each.grad[0].item() for each in params_of(optimizer) if each.grad is not None} == {2.0}
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_beside_a_frozen_parameter_the_others_are_checked() -> None:
+    scaler, optimizer = started(GradScaler, "cpu", init_scale=4.0), sgd([torch.full((3,), 8.0), None])
+    params_of(optimizer)[1].requires_grad_(False)
+    for _ in range(3):
+        give(optimizer)
+        take_step(scaler, optimizer, "step")
+    assert values(optimizer) == [-3.0, 0.0]
+
+
+class Own(Tensor):
+    """A subclass that changes nothing."""
+
+
+@pytest.mark.parametrize("kind", [Tensor.double, lambda scale: scale.as_subclass(Own)])
+def test_by_a_scale_of_another_kind_no_check_is_prepared(kind: Any) -> None:
+    scaler, optimizer = warmed(Place("cpu", "torch"))
+    scaler._scale = kind(scaler._scale)
+    for _ in range(2):
+        give(optimizer)
+        assert in_general(lambda: scaler.unscale_(optimizer)) == 1
+        assert grads(optimizer) == [2.0, 2.0]
+        scaler._ours.steps.reset()
+
+
+def test_forms_that_come_again_after_others_are_checked_by_their_own_layouts() -> None:
+    scaler, optimizer = warmed(Place("cpu", "torch"))
+    first, second = params_of(optimizer)
+    first.data, second.grad = first.data.double(), None
+    first.grad = torch.full((3,), 8.0, dtype=torch.float64)
+    take_step(scaler, optimizer, "step")
+    first.data, first.grad, second.grad = first.data.float(), torch.full((3,), 8.0), torch.full((2,), math.inf)
+    take_step(scaler, optimizer, "step")
+    assert scaler.was_skipped(optimizer)
+    assert [each.name for each in scaler.overflow_report([("a", first), ("b", second)]).bad] == ["b"]
+
+
+def test_of_several_looks_each_is_taken() -> None:
+    scaler, optimizer = warmed(Place("cpu", "torch"))
+    scaler._ours.checks.dividing = [Read(), Divide()]
+    give(optimizer)
+    scaler.unscale_(optimizer)
+    assert grads(optimizer) == [2.0, 2.0]
+
+
+def test_ranks_of_a_mesh_agree_in_every_check(reductions: Any) -> None:
+    """As of DDP over tensor parallel, whose parameters are plain."""
+    scaler, optimizer = started(GradScaler, "cpu", init_scale=4.0), sgd([torch.full((3,), 8.0)])
+    whole: Any = DTensor.from_local(torch.zeros(3), init_device_mesh("cpu", (2,)), [Replicate()], run_check=False)
+    params_of(optimizer)[0]._st_info = whole._spec
+    for number in range(1, 5):
+        give(optimizer)
+        take_step(scaler, optimizer, "step")
+        assert len(reductions) == number
+
+
+def test_the_flag_of_states_that_were_put_aside_is_theirs() -> None:
+    scaler, optimizer = warmed(Place("cpu", "torch"))
+    give(optimizer, math.inf)
+    scaler.unscale_(optimizer)
+    aside, scaler._per_optimizer_states = scaler._per_optimizer_states, {}
+    give(optimizer)
+    scaler.unscale_(optimizer)
+    scaler._per_optimizer_states = aside
+    scaler.step(optimizer)
+    assert scaler.was_skipped(optimizer)
+
+
+def test_after_an_error_in_a_pass_that_only_reads_the_step_may_be_repeated() -> None:
+    scaler, optimizer = warmed(Place("cpu", "torch"), fused=True)
+    give(optimizer)
+    before, prepared = values(optimizer), scaler._ours.steps.open(optimizer).plan.prepared
+    with mock.patch.object(prepared, "passes", [mock.Mock(side_effect=MemoryError)]), pytest.raises(MemoryError):
+        scaler.step(optimizer)
+    scaler.step(optimizer)
+    assert values(optimizer) == [each - 1.0 for each in before]

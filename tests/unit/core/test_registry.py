@@ -86,6 +86,13 @@ def test_what_is_no_wrapper_is_an_optimizer_of_its_own(make: Any) -> None:
     assert unwrap(outer) is outer
 
 
+def test_a_wrapper_that_refers_to_itself_is_one() -> None:
+    inner = optimizer_of()
+    outer = SimpleNamespace(param_groups=inner.param_groups)
+    outer.me, outer.base = outer, inner
+    assert unwrap(outer) is inner
+
+
 def test_a_state_at_the_wrappers_id_is_that_of_the_step_and_one_put_there_resets_it() -> None:
     scaler, wrapper = a_scaler(), Wrapper(optimizer_of())
     seen = states(scaler)[id(wrapper)]  # before the first call

@@ -451,8 +451,24 @@ def test_a_carried_step_waits_as_many_updates_as_come() -> None:
     scaler, optimizer = begin("", "CARRIED", None)
     for _ in range(2):
         updated(scaler)
+    scaler.unscale_(optimizer)
+    assert grads(optimizer) == [2.0]
     scaler.step(optimizer)
     assert values(optimizer) == [-1.0]
+
+
+@BY_HAND
+def test_new_gradients_of_a_carried_step_are_divided_and_so_are_old_ones_once_a_loss_is_scaled(
+    method: str, given: tuple[float, ...]
+) -> None:
+    scaler, optimizer = begin("", "CARRIED", None)
+    renew(optimizer)
+    getattr(scaler, method)(optimizer, *given)
+    assert grads(optimizer) == [2.0]
+    scaler.update()
+    scale(scaler)
+    getattr(scaler, method)(optimizer, *given)
+    assert grads(optimizer) == [0.5]
 
 
 def test_a_carried_step_that_is_unscaled_again_goes_by_its_new_flag() -> None:

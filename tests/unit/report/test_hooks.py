@@ -36,3 +36,18 @@ def test_a_hook_is_told_of_if_what_it_keeps_is_not_finite() -> None:
 
 def test_what_is_no_module_has_no_hooks() -> None:
     assert poisoned_hooks(None) == poisoned_hooks([("weight", torch.ones(1))]) == []
+
+
+def test_what_is_kept_in_slots_is_looked_at_too() -> None:
+    """As of torch's own state."""
+
+    class Base:
+        __slots__ = ("error_dict", "missing")
+
+    class State(Base):
+        __slots__ = ("__dict__", "p_memory_dict")
+
+    state: Any = State()
+    state.error_dict = state.p_memory_dict = state.of_its_own = {0: torch.tensor(torch.nan)}
+    (line,) = poisoned_hooks(model_with(state))
+    assert all(f"state.{name}.clear()" in line for name in ("error_dict", "p_memory_dict", "of_its_own"))

@@ -3,13 +3,16 @@
 import warnings
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from helpers import PLACES, Place, params_of, started
+from helpers import PLACES, Place, params_of, sgd, started
 from torch import nn
 
 from scaler_triton import GradScaler, ScalerWarning, StepGuard
+from scaler_triton.core.memory import HostCopy
+from scaler_triton.watch import after_skips
 
 CLASSES = pytest.mark.parametrize("cls", [GradScaler, StepGuard])
 
@@ -65,7 +68,8 @@ def test_gradients_that_nobody_clears_between_two_skips_are_warned_of(
     assert len(texts) == (clears == "never")
     assert all(text.startswith("[ST05] Two steps of SGD in a row were skipped") for text in texts)
     assert scaler.was_skipped(optimizer) is (clears == "never")
-    assert not any((each._post_accumulate_grad_hooks or {}) for each in model.parameters()) or clears == "never"
+    hooks: Any = model.weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    assert len(hooks or ()) == (clears == "never")
 
 
 def test_gradients_of_another_loss_that_are_cleared_later_are_no_sign() -> None:
@@ -177,3 +181,103 @@ def test_a_fused_optimizers_first_step_is_looked_at_too() -> None:
             scaler.update()
 
     assert [text[:6] for text in warned(run)] == ["[ST06]"]
+
+
+def test_a_trial_ends_when_its_copy_arrives_and_a_skip_meanwhile_begins_another() -> None:
+    """As on a GPU, where nothing waits for it."""
+    scaler, weight = started(GradScaler, "cpu"), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=torch.inf)
+
+    def run() -> None:
+        for _ in range(5):
+            weight.grad = torch.ones(2)
+            scaler.step(optimizer)
+            scaler.update()
+
+    with mock.patch.object(HostCopy, "has_arrived", side_effect=[False, False, True]):
+        (text,) = warned(run)
+    assert "has left 1 parameter with NaN or Inf" in text
+    assert "trial" not in scaler._ours.steps.open(optimizer).notes
+
+    scaler, optimizer = started(GradScaler, "cpu"), torch.optim.SGD([weight], lr=0.1)
+    with torch.no_grad():
+        weight.fill_(1.0)
+
+    def skipped() -> None:
+        for batch in ".xx.":
+            weight.grad = torch.full((2,), torch.inf if batch == "x" else 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        with torch.no_grad():
+            weight.fill_(torch.nan)  # by that step
+        scaler.unscale_(optimizer)
+
+    step = scaler._ours.steps.open(optimizer)
+    with mock.patch.object(HostCopy, "has_arrived", side_effect=lambda: step.steps_taken > 2):
+        assert [text[:6] for text in warned(skipped)] == ["[ST06]"]
+
+
+def test_parameters_that_get_another_dtype_in_a_step_are_not_compared() -> None:
+    scaler, weights = started(GradScaler, "cpu"), [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+
+    def run() -> None:
+        for _ in range(3):
+            for each in weights:
+                each.grad = torch.ones_like(each)
+            scaler.step(optimizer)
+            scaler.update()
+            weights[0].data, weights[0].grad = weights[0].data.double(), None
+
+    assert warned(run) == []
+
+
+def test_a_streak_of_skips_looks_at_parameters_once_and_the_first_step_after_it_is_told_as_such() -> None:
+    scaler, weight = started(GradScaler, "cpu"), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=torch.inf)
+
+    def run(*batches: float) -> None:
+        for batch in batches:
+            weight.grad = torch.full((2,), batch)
+            scaler.step(optimizer)
+            scaler.update()
+
+    with mock.patch.object(after_skips, "largest_by_kind", side_effect=after_skips.largest_by_kind) as looks:
+        run(*[torch.inf] * 5)
+    assert looks.call_count == 1
+    (text,) = warned(lambda: run(1.0, 1.0))
+    assert "The step before was skipped" in text
+
+
+def test_a_gradient_of_another_form_after_the_first_step_is_no_reason_to_look() -> None:
+    scaler, weight = started(GradScaler, "cpu"), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with mock.patch.object(after_skips, "largest_by_kind", side_effect=after_skips.largest_by_kind) as looks:
+        for number in range(6):
+            weight.grad = torch.ones(2) if number < 4 else torch.ones(4)[::2]
+            scaler.step(optimizer)
+            scaler.update()
+    assert looks.call_count == 2
+
+
+def test_a_gradient_that_accumulates_over_a_good_step_is_no_sign() -> None:
+    """Of a parameter that is cleared now and then, before one that is cleared in each step."""
+    scaler, weights = started(GradScaler, "cpu"), [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=0.0)
+
+    def run() -> None:
+        for batch in "x.x.x":
+            weights[1].grad = None
+            scaler.scale(weights[0].sum() + weights[1].sum() * (torch.inf if batch == "x" else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert warned(run) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError])
+def test_a_gradient_that_cannot_be_followed_is_not(error: type[Exception]) -> None:
+    scaler, optimizer = started(GradScaler, "cpu"), sgd([torch.tensor([torch.inf])])
+    with mock.patch.object(after_skips, "Following", side_effect=error):
+        scaler.step(optimizer)
+    assert scaler.was_skipped(optimizer)

@@ -64,3 +64,20 @@ def test_a_closure_may_ask_for_gradients_of_another_optimizer() -> None:
     scaler.update()
     scaler.step(other)
     assert values(other) == [-1.0]
+
+
+def test_arguments_go_to_the_optimizer_and_those_of_the_closure_to_it() -> None:
+    class Takes(torch.optim.SGD):
+        def step(self, *args: Any, **named: Any) -> Any:
+            return args[0](1, more=2), *args[1:], named
+
+    scaler, optimizer = started(GradScaler, "cpu"), Takes(params_of(sgd([torch.ones(1)])), lr=0.5)
+    given = scaler.step(optimizer, lambda *args, **named: (args, named), 3, beside=4)
+    assert given == (((1,), {"more": 2}), 3, {"beside": 4})
+    assert not scaler._ours.steps.unfinished
+    scaler.update()
+    other = sgd([torch.full((1,), scaler.get_scale())])
+    scaler.step(other, None)
+    scaler.update()
+    other.step = lambda *, beside: beside  # type: ignore[method-assign, assignment]
+    assert scaler.step(other, beside=4) == 4

@@ -123,3 +123,43 @@ def test_a_leaf_that_requires_grad_has_no_derivatives() -> None:
     (leaf * 2).sum().backward()
     assert isinstance(leaf.grad, Tensor)
     assert leaf.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_derivative_of_one_bf16_number_stays_one_and_subclasses_are_left_alone() -> None:
+    leaf = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
+    grad = leaf * 1.0
+    derived._divide_derivatives(grad, torch.tensor(0.5))
+    (grad * 2).backward()
+    assert leaf.grad == torch.tensor(1.0, dtype=torch.bfloat16)
+    other = (torch.ones(2, requires_grad=True) * 1.0).as_subclass(Own)
+    derived._divide_derivatives(other, torch.tensor(0.5))
+    assert other._backward_hooks is None
+
+
+class Own(Tensor):
+    """A subclass that changes nothing."""
+
+
+@pytest.mark.parametrize("of_samples", [False, True])
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_what_was_divided_before_an_error_spends_the_step(of_samples: bool) -> None:
+    scaler, weight = started(GradScaler, "cpu", init_scale=4.0), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler.scale(weight.pow(2).sum()).backward(create_graph=not of_samples)
+    if of_samples:
+        weight.grad_sample = torch.ones(1, 2)  # type: ignore[attr-defined]
+    with mock.patch.object(derived, "wait_for_copies", side_effect=MemoryError), pytest.raises(MemoryError):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert scaler.was_skipped(optimizer)
+    weight.grad = None  # it is part of a cycle
+
+
+def test_gradients_of_samples_that_are_only_looked_at_are_not_divided_and_they_may_require_grad() -> None:
+    scaler, weight = started(GradScaler, "cpu", init_scale=4.0), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad, weight.grad_sample = torch.ones(2), torch.full((1, 2), 8.0, requires_grad=True)  # type: ignore[attr-defined]
+    scaler._check_inf_per_device(optimizer)
+    assert weight.grad_sample.tolist() == [[8.0, 8.0]]  # type: ignore[attr-defined]
+    scaler.unscale_(optimizer)
+    assert weight.grad_sample.tolist() == [[2.0, 2.0]]  # type: ignore[attr-defined]

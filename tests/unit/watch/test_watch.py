@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers import sgd, started, take_step
 
-from scaler_triton import GradScaler
-from scaler_triton.watch import notes
+from scaler_triton import GradScaler, StepGuard
+from scaler_triton.watch import notes, watch
 from scaler_triton.watch.watch import Watch
 
 
@@ -43,3 +43,22 @@ def test_an_error_of_the_watch_comes_before_a_write_and_the_call_may_be_repeated
     assert optimizer.param_groups[0]["params"][0].grad.item() == 8.0
     take_step(scaler, optimizer, "unscale_")
     assert optimizer.param_groups[0]["params"][0].item() == -1.0
+
+
+@pytest.mark.parametrize("is_in_capture", [False, True])
+@pytest.mark.parametrize(("cls", "divides"), [(GradScaler, True), (StepGuard, False)])
+def test_what_is_looked_at_where_gradients_are_new(
+    cls: Any, divides: bool, is_in_capture: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(watch, "is_captured", lambda scale: is_in_capture)
+    called = []
+    for module, names in {
+        watch.optimizers: ["refuse_shared", "warn_of_fp16_state", "warn_of_unknown_scales"],
+        watch.derived: ["divide", "wait_for_copies"],
+        watch.after_skips: ["look_at_parameters"],
+    }.items():
+        for name in names:
+            monkeypatch.setattr(module, name, lambda *_, name=name: called.append(name))
+    started(cls, "cpu").unscale_(sgd([torch.ones(1)]))
+    of_division = ["refuse_shared", "warn_of_fp16_state", "warn_of_unknown_scales", "divide"] if divides else []
+    assert called == ([] if is_in_capture else [*of_division, "wait_for_copies", "look_at_parameters"])
