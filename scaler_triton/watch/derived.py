@@ -20,10 +20,9 @@ def divide(meeting: Meeting) -> None:
     """Divide derivatives of these gradients, and gradients of single samples, where the check divides gradients."""
     if not meeting.divides:
         return
-    factor = inverse(meeting.scale)
     for parameter in meeting.parameters:
         if (grad := parameter.grad) is not None and grad.requires_grad:
-            _divide_derivatives(grad, factor)
+            _divide_derivatives(grad, inverse(meeting.scale))
             meeting.flag.written = True
     samples = dict(enumerate(_samples_of(meeting.parameters)))
     if not samples:
