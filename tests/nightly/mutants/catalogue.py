@@ -647,7 +647,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            step.notes.pop(\"skips\", None)\n", "            pass\n"),
         ("        if seen is not None:\n", "        if False:\n", "unit/core/update"),
         ("by_now = f\"; by now the scale is {scale.item()}\" if self._scales else \"\"",
-         "by_now = f\"; by now the scale is {scale.item()}\"", _GUARD),
+         "by_now = f\"; by now the scale is {scale.item()}\""),
         ("what += f\"; the scale is {scale.item()}\" if self._scales else \"\"",
          "what += f\"; the scale is {scale.item()}\""),
         ("sync_allowed(scale.device), suppress(Exception):", "sync_allowed(scale.device), suppress(KeyError):"),

@@ -182,6 +182,16 @@ def test_a_carried_step_is_not_divided_again_and_the_last_outcome_is_forgotten()
         assert grads(optimizer) == [2.0, 2.0]
 
 
+def test_the_flag_that_a_look_has_returned_is_not_that_of_the_next_check() -> None:
+    scaler, optimizer = warmed(Place("cpu", "torch"), fused=True)
+    give(optimizer, math.inf)
+    (found,) = scaler._check_inf_per_device(optimizer).values()
+    give(optimizer)
+    scaler.step(optimizer)
+    assert found.item() == 1.0
+    assert not scaler.was_skipped(optimizer)
+
+
 def test_parameters_are_not_kept_alive() -> None:
     scaler, optimizer = warmed(Place("cpu", "torch"))
     gradient = weakref.ref(params_of(optimizer)[0].grad)
