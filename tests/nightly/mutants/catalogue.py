@@ -702,7 +702,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("    if not meeting.divides:\n        return\n", ""),
         ("            meeting.flag.written = True\n", ""),
         ("(grad := parameter.grad) is not None and grad.requires_grad:",
-         "(grad := parameter.grad) is not None:", _STEP),
+         "(grad := parameter.grad) is not None:"),
         ("    if not samples:\n        return\n", "", _WATCH),
         ("    choose_backends(batches, meeting.plan.requested, meeting.plan.task)\n", ""),
         ("meeting.flag.written = meeting.plan.is_new = True", "meeting.flag.written = True"),
@@ -711,7 +711,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if grad.grad_fn is not None and is_plain(grad):", "if grad.grad_fn is not None:"),
         ("fp32_on(grad.device, factor).to(grad.dtype).reshape(())", "fp32_on(grad.device, factor).reshape(())"),
         ("samples if isinstance(samples, list) else [samples]", "[samples]"),
-        ("if isinstance(each, Tensor) and is_plain(each):", "if isinstance(each, Tensor):"),
         ("yield each.detach()", "yield each"),
         # Copies.
         ("if home.type == \"cuda\" and any(", "if any("),
@@ -729,7 +728,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("if before.is_uncleared and before", "if before"),
         (" and before.at == step.steps_taken:", ":"),
         ("Following(followed, step.steps_taken + 1)", "Following(followed, step.steps_taken)"),
-        ("if followed is not None and followed.requires_grad:", "if followed is not None:"),
         ("with suppress(RuntimeError, TypeError):  # a", "with suppress(RuntimeError):  # a"),
         # A trial.
         ("            if known == indices:\n", "            if True:\n"),
@@ -821,7 +819,7 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        if replaced or not checks.repeat(step, optimizer, self._scale, self.process_group, divide=True):\n",
          "        if not checks.repeat(step, optimizer, self._scale, self.process_group, divide=True):\n", _PREPARED),
         ("            if replaced or not checks.repeat(step", "            if not checks.repeat(step", _PREPARED),
-        ("divide = not (way and self._ours.scales)", "divide = True", _STEP),
+        ("divide = not (way and self._ours.scales)", "divide = True", _PREPARED),
         ("divide = not (way and self._ours.scales)", "divide = not way", _PREPARED),
         ("            self._ours.checks.tell_skipped(step, self._scale)\n", "", _STREAK),
         ("    if step.steps_taken & LOOKS == LOOKS:\n", "    if True:\n", _STREAK),

@@ -140,11 +140,12 @@ def test_a_guard_that_gets_a_group_is_no_longer_alone() -> None:
         )
 
 
-def test_a_replaced_method_is_called() -> None:
+@pytest.mark.parametrize("method", ["step", "unscale_"])
+def test_a_replaced_method_is_called(method: str) -> None:
     scaler, optimizer = warmed(Place("cpu", "torch"))
     give(optimizer)
     with mock.patch.object(scaler, "_unscale_grads_", side_effect=MemoryError, create=True), pytest.raises(MemoryError):
-        scaler.unscale_(optimizer)
+        getattr(scaler, method)(optimizer)
 
 
 def test_the_scale_is_read_in_each_run_and_a_wrapper_is_its_optimizer() -> None:
