@@ -193,6 +193,15 @@ def test_the_flag_that_a_look_has_returned_is_not_that_of_the_next_check() -> No
     assert not scaler.was_skipped(optimizer)
 
 
+def test_a_guards_fused_optimizer_gets_no_scale() -> None:
+    guard, optimizer = warmed(Place("cpu", "torch"), StepGuard, fused=True)
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(lambda stepped, *_: seen.append(stepped.grad_scale))
+    give(optimizer)
+    assert in_general(lambda: guard.step(optimizer)) == 0
+    assert seen == [None]
+
+
 def test_parameters_are_not_kept_alive() -> None:
     scaler, optimizer = warmed(Place("cpu", "torch"))
     gradient = weakref.ref(params_of(optimizer)[0].grad)
