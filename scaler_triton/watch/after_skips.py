@@ -73,8 +73,8 @@ def follow_gradients(step: OptimizerStep, warned: set[str]) -> None:
         if before.is_uncleared and before.at == step.steps_taken:
             warn_once(warned, "ST05", _UNCLEARED.format(type(owner).__name__))
     followed = next((each for each in parameters if each.grad is not None and each.is_leaf), None)
-    if followed is not None and followed.requires_grad:
-        with suppress(RuntimeError, TypeError):  # a subclass of tensors may have no hooks or weak references
+    if followed is not None:
+        with suppress(RuntimeError, TypeError):  # a frozen one or a subclass may have no hooks or weak references
             step.notes["following"] = Following(followed, step.steps_taken + 1)
 
 

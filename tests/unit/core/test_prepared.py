@@ -143,11 +143,12 @@ def test_a_guard_that_gets_a_group_is_no_longer_alone() -> None:
         )
 
 
-def test_a_replaced_method_is_called() -> None:
+@pytest.mark.parametrize("method", ["step", "unscale_"])
+def test_a_replaced_method_is_called(method: str) -> None:
     scaler, optimizer = warmed(Place("cpu", "torch"))
     give(optimizer)
     with mock.patch.object(scaler, "_unscale_grads_", side_effect=MemoryError, create=True), pytest.raises(MemoryError):
-        scaler.unscale_(optimizer)
+        getattr(scaler, method)(optimizer)
 
 
 def test_the_scale_is_read_in_each_run_and_a_wrapper_is_its_optimizer() -> None:
@@ -183,6 +184,25 @@ def test_a_carried_step_is_not_divided_again_and_the_last_outcome_is_forgotten()
         scaler.update()
         scaler.unscale_(optimizer)
         assert grads(optimizer) == [2.0, 2.0]
+
+
+def test_the_flag_that_a_look_has_returned_is_not_that_of_the_next_check() -> None:
+    scaler, optimizer = warmed(Place("cpu", "torch"), fused=True)
+    give(optimizer, math.inf)
+    (found,) = scaler._check_inf_per_device(optimizer).values()
+    give(optimizer)
+    scaler.step(optimizer)
+    assert found.item() == 1.0
+    assert not scaler.was_skipped(optimizer)
+
+
+def test_a_guards_fused_optimizer_gets_no_scale() -> None:
+    guard, optimizer = warmed(Place("cpu", "torch"), StepGuard, fused=True)
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(lambda stepped, *_: seen.append(stepped.grad_scale))
+    give(optimizer)
+    assert in_general(lambda: guard.step(optimizer)) == 0
+    assert seen == [None]
 
 
 def test_parameters_are_not_kept_alive() -> None:

@@ -99,6 +99,13 @@ def test_the_warning_tells_names_and_limit() -> None:
     )
 
 
+def test_the_error_at_the_limit_tells_of_a_scale_if_there_is_one() -> None:
+    for cls, late in ((GradScaler, "late; by now the scale is 256.0"), (StepGuard, "late")):
+        run = Run(cls, max_consecutive_skips=3)
+        with pytest.raises(SkipStreakError, match=rf"max_consecutive_skips=3 \(raised 4 updates {late}\)"):
+            run.step("x" * 9)
+
+
 def test_spikes_are_told_as_such() -> None:
     run = Run(StepGuard, spike_sigma=0.01, window=2)
     for size in (1.0, 1.0):
@@ -142,12 +149,12 @@ def test_copied_steps_go_on_with_their_streak() -> None:
 
 def test_a_look_waits_for_nothing_and_none_is_taken_in_a_capture(monkeypatch: Any) -> None:
     run = Run(GradScaler, fused=True)
-    run.step("x" * 60)
+    run.step("x" * 50)
     monkeypatch.setattr(streak, "is_captured", lambda scale: True)
     look = partial(run.scaler._ours.streaks.look, run.scaler._scale)
     look()
     monkeypatch.setattr(streak, "is_captured", lambda scale: False)
-    with pytest.warns(UserWarning, match="60 updates in a row were skipped, the last one update 60"):
+    with pytest.warns(UserWarning, match="50 updates in a row were skipped, the last one update 50"):
         look()
     run.step(".")
     monkeypatch.setattr(Counters, "read", mock.Mock(side_effect=AssertionError))

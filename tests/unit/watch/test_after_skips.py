@@ -161,13 +161,25 @@ def test_parameters_that_break_in_the_very_first_step_are_warned_of_and_other_pa
     scaler, optimizer = started(GradScaler, "cpu"), torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=torch.inf)
 
     def replaced() -> None:
-        for _ in range(4):
-            optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(2))]
-            params_of(optimizer)[0].grad = torch.ones(2)
+        for number in range(4):
+            replace(1.0 if number % 2 == 0 else -torch.inf)
             scaler.step(optimizer)
             scaler.update()
 
+    def replace(value: float, gradient: float = 1.0) -> None:
+        optimizer.param_groups[0]["params"] = [nn.Parameter(torch.full((2,), value))]
+        params_of(optimizer)[0].grad = torch.full((2,), gradient)
+
     assert warned(replaced) == []
+
+    def skipped() -> None:
+        replace(1.0, torch.inf)
+        for _ in range(3):
+            scaler.step(optimizer)
+            scaler.update()
+            params_of(optimizer)[0].grad = torch.ones(2)
+
+    assert [text[:6] for text in warned(skipped)] == ["[ST06]"]
 
 
 def test_a_fused_optimizers_first_step_is_looked_at_too() -> None:
@@ -194,8 +206,9 @@ def test_a_trial_ends_when_its_copy_arrives_and_a_skip_meanwhile_begins_another(
             scaler.step(optimizer)
             scaler.update()
 
-    with mock.patch.object(HostCopy, "has_arrived", side_effect=[False, False, True]):
+    with mock.patch.object(HostCopy, "has_arrived", side_effect=[False, False, True]) as asked:
         (text,) = warned(run)
+    assert asked.call_count == 3
     assert "has left 1 parameter with NaN or Inf" in text
     assert "trial" not in scaler._ours.steps.open(optimizer).notes
 
@@ -273,6 +286,30 @@ def test_a_gradient_that_accumulates_over_a_good_step_is_no_sign() -> None:
             scaler.update()
 
     assert warned(run) == []
+
+
+def test_a_gradient_that_was_replaced_and_is_kept_is_no_sign() -> None:
+    scaler, weight = started(GradScaler, "cpu"), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def run() -> None:
+        kept: Any = torch.zeros(2)
+        for _ in range(3):
+            kept.add_(1.0)
+            scaler.scale(weight.sum() * torch.inf).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            kept, weight.grad = weight.grad, None
+
+    assert warned(run) == []
+
+
+def test_a_frozen_parameter_is_not_followed() -> None:
+    scaler, optimizer = started(GradScaler, "cpu"), sgd([torch.tensor([torch.inf])])
+    params_of(optimizer)[0].requires_grad_(False)
+    scaler.step(optimizer)
+    assert scaler.was_skipped(optimizer)
+    assert "following" not in scaler._ours.steps.open(optimizer).notes
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError])

@@ -10,6 +10,7 @@ from helpers import PLACES, Place, params_of, started
 from torch import Tensor, nn
 
 from scaler_triton import GradScaler, StepGuard
+from scaler_triton.core import passes, torch_ops
 from scaler_triton.watch import derived
 
 
@@ -140,23 +141,30 @@ class Own(Tensor):
     """A subclass that changes nothing."""
 
 
-@pytest.mark.parametrize("of_samples", [False, True])
+@pytest.mark.parametrize("divided", ["nothing", "derivatives", "samples"])
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-def test_what_was_divided_before_an_error_spends_the_step(of_samples: bool) -> None:
+def test_what_was_divided_before_an_error_spends_the_step(divided: str) -> None:
     scaler, weight = started(GradScaler, "cpu", init_scale=4.0), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler.scale(weight.pow(2).sum()).backward(create_graph=not of_samples)
-    if of_samples:
+    scaler.scale(weight.pow(2).sum()).backward(create_graph=divided == "derivatives")
+    if divided == "samples":
         weight.grad_sample = torch.ones(1, 2)  # type: ignore[attr-defined]
     with mock.patch.object(derived, "wait_for_copies", side_effect=MemoryError), pytest.raises(MemoryError):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    assert scaler.was_skipped(optimizer)
+    assert scaler.was_skipped(optimizer) is (divided != "nothing")
     weight.grad = None  # it is part of a cycle
 
 
-def test_gradients_of_samples_that_are_only_looked_at_are_not_divided_and_they_may_require_grad() -> None:
-    scaler, weight = started(GradScaler, "cpu", init_scale=4.0), nn.Parameter(torch.ones(2))
+@pytest.mark.parametrize("served", [False, True])
+def test_gradients_of_samples_that_are_only_looked_at_are_not_divided_and_they_may_require_grad(
+    served: bool, monkeypatch: Any
+) -> None:
+    if not served:  # as bf16 on a GPU
+        monkeypatch.setattr(torch_ops, "serves", lambda *_: False)
+        monkeypatch.setattr(torch_ops, "check", lambda *_: None)
+    monkeypatch.setattr(passes, "kernels", None)  # must not be called
+    scaler, weight = started(GradScaler, "cpu", init_scale=4.0, backend="torch"), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     weight.grad, weight.grad_sample = torch.ones(2), torch.full((1, 2), 8.0, requires_grad=True)  # type: ignore[attr-defined]
     scaler._check_inf_per_device(optimizer)

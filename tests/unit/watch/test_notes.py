@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import sgd, started
+from helpers import params_of, sgd, started
 from torch import nn
 
 from scaler_triton import GradScaler
@@ -20,6 +20,16 @@ def notes_of(call: Any) -> list[str]:
 def test_an_optimizer_without_gradients_is_told_how_many_have_one() -> None:
     scaler, optimizer = started(GradScaler, "cpu"), sgd([None, None])
     assert notes_of(lambda: scaler.step(optimizer)) == ["0 of its 2 parameters have a gradient."]
+
+
+def test_gradients_that_came_after_the_check_are_counted_and_other_errors_are_told_nothing() -> None:
+    scaler, optimizer = started(GradScaler, "cpu"), sgd([None, None])
+    scaler.unscale_(optimizer)
+    params_of(optimizer)[1].grad = torch.ones(3)
+    assert notes_of(lambda: scaler.step(optimizer)) == ["1 of its 2 parameters have a gradient."]
+    nowhere = nn.Parameter(torch.ones(2, device="meta"))
+    nowhere.grad = torch.ones(2, device="meta")
+    assert notes_of(lambda: scaler.unscale_(torch.optim.SGD([nowhere]))) == []
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of torch.distributed.optim's own import
