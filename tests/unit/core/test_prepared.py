@@ -237,7 +237,8 @@ def test_each_of_several_layouts_has_its_own_pass(place: Place) -> None:
         scaler.update()
     give(optimizer)
     params_of(optimizer)[1].grad[69] = math.nan
-    assert in_general(lambda: scaler.step(optimizer)) == 0
+    by_torch_on_a_gpu = place.device == "cuda" and place.backend == "torch"  # whose op takes no bf16 there
+    assert in_general(lambda: scaler.step(optimizer)) == by_torch_on_a_gpu
     report = scaler.overflow_report([(name, each) for name, each in zip("abc", params_of(optimizer), strict=True)])
     assert [(each.name, each.kinds) for each in report.bad] in ([("b", "NaN")], [])  # torch's op on a GPU leaves none
 
