@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from scaler_triton import GradScaler, StepGuard
+from scaler_triton.core import prepared
 from scaler_triton.core.check import Checks
 from scaler_triton.core.look import Divide, Read
 
@@ -163,8 +164,7 @@ def test_the_scale_is_read_in_each_run_and_a_wrapper_is_its_optimizer() -> None:
 def test_an_error_in_a_pass_spends_the_step(place: Place) -> None:
     scaler, optimizer = warmed(place)
     give(optimizer)
-    prepared = scaler._ours.steps.open(optimizer).plan.prepared
-    prepared.passes = [mock.Mock(side_effect=MemoryError)]
+    scaler._ours.steps.open(optimizer).plan.prepared.passes = [mock.Mock(side_effect=MemoryError)]
     before = values(optimizer)
     with pytest.raises(MemoryError):
         scaler.unscale_(optimizer)
@@ -194,6 +194,33 @@ def test_the_flag_that_a_look_has_returned_is_not_that_of_the_next_check() -> No
     scaler.step(optimizer)
     assert found.item() == 1.0
     assert not scaler.was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("where", ["at home", "in a capture", "on two devices"])
+def test_a_check_in_a_capture_or_on_two_devices_is_not_prepared(where: str) -> None:
+    scaler, optimizer = warmed(Place("cpu", "torch"))
+    plan, own = scaler._ours.steps.open(optimizer).plan, Checks.flag_for
+    plan.prepared = None
+    if where == "on two devices":
+        plan.devices = [torch.device("cpu"), torch.device("cpu", 0)]
+
+    def flag_for(*given: Any) -> Any:
+        flag = own(*given)
+        flag.is_captured = where == "in a capture"
+        return flag
+
+    with mock.patch.object(Checks, "flag_for", flag_for):
+        scaler.unscale_(optimizer)
+    assert (plan.prepared is not None) is (where == "at home")
+
+
+def test_a_prepared_check_is_not_run_in_a_capture(monkeypatch: Any) -> None:
+    scaler, optimizer = warmed(Place("cpu", "torch"))
+    step = scaler._ours.steps.open(optimizer)
+    step.plan.prepared._may_capture = True  # as on a GPU
+    for captures in (False, True):
+        monkeypatch.setattr(prepared, "is_capturing", lambda captures=captures: captures)
+        assert (step.plan.prepared.rows(step, optimizer, scaler._scale) is None) is captures
 
 
 def test_a_guards_fused_optimizer_gets_no_scale() -> None:
@@ -326,8 +353,8 @@ def test_the_flag_of_states_that_were_put_aside_is_theirs() -> None:
 def test_after_an_error_in_a_pass_that_only_reads_the_step_may_be_repeated() -> None:
     scaler, optimizer = warmed(Place("cpu", "torch"), fused=True)
     give(optimizer)
-    before, prepared = values(optimizer), scaler._ours.steps.open(optimizer).plan.prepared
-    with mock.patch.object(prepared, "passes", [mock.Mock(side_effect=MemoryError)]), pytest.raises(MemoryError):
+    before, known = values(optimizer), scaler._ours.steps.open(optimizer).plan.prepared
+    with mock.patch.object(known, "passes", [mock.Mock(side_effect=MemoryError)]), pytest.raises(MemoryError):
         scaler.step(optimizer)
     scaler.step(optimizer)
     assert values(optimizer) == [each - 1.0 for each in before]
