@@ -144,7 +144,8 @@ class Checks:
         divides = divide and looks is not self.reading
         if plan.is_new:
             self.tell_met(Meeting(step, plan, parameters, scale, flag, divides))
-        prepared = self._prepare(looks, plan, batches, scale, flag, divides) if peers is None else None
+        is_alone = peers is None and not plan.is_distributed
+        prepared = self._prepare(looks, plan, batches, scale, flag, divides) if is_alone else None
         if prepared is not None:
             is_found = prepared.run(batch.tensors for batch in batches)
         else:

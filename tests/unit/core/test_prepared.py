@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from perf.subjects import Gradients, sharded
 from scaler_triton import GradScaler, StepGuard
 from scaler_triton.core import prepared
 from scaler_triton.core.check import Checks
@@ -358,3 +359,14 @@ def test_after_an_error_in_a_pass_that_only_reads_the_step_may_be_repeated() -> 
         scaler.step(optimizer)
     scaler.step(optimizer)
     assert values(optimizer) == [each - 1.0 for each in before]
+
+
+def test_shards_are_not_prepared_where_this_rank_is_alone_on_their_mesh() -> None:
+    """Their gradients have no form that a prepared check compares, so it would never be run again."""
+    with sharded(1, "cpu") as wrap:
+        gradients = Gradients([4, 6], wrap=wrap)
+        scaler, optimizer = started(GradScaler, "cpu"), torch.optim.SGD(gradients.parameters, lr=0.1)
+        for _ in range(3):
+            gradients.renew()
+            assert in_general(lambda: take_step(scaler, optimizer, "unscale_")) == 1
+            assert scaler._ours.steps.open(optimizer).plan.prepared is None
