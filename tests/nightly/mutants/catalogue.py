@@ -223,7 +223,6 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("owner = step.owner() if step.phase is CARRIED else None", "owner = step.owner()", _STEP),
         ("return owner is not None and gradients", "return gradients", _STEP),
         # Ordinary checks.
-        ("is_alone = peers is None and not plan.is_distributed", "is_alone = not plan.is_distributed", _PREPARED),
         ("is_alone = peers is None and not plan.is_distributed", "is_alone = peers is None", _PREPARED),
         ("divides = divide and looks is not self.reading", "divides = divide", _STEP),
         ("if len(looks) > 1 or selectors is None", "if selectors is None", _PREPARED),
