@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from ranks import cases
 from ranks.cases import KINDS, STEPS, UNSCALE, Fault, Report, assert_agreed, new_optimizer, new_scaler, train
+from scaler_triton.watch.watch import Watch
 
 pytestmark = pytest.mark.distributed
 
@@ -130,3 +133,32 @@ def test_old_style_optimizers_ask_often_or_never_and_cost_one_collective(two, ki
         groups = len(asked) // STEPS
         assert groups >= 3 or rank in gradless
         assert asked == [{cases.DEVICE: float(step == BAD_STEP)} for step in range(STEPS) for _ in range(groups)]
+
+
+def watched(rank: int, unscale: bool) -> tuple[str | None, float, float]:
+    """The watch of one rank raises when it meets gradients: what is raised, the weight then and after another step."""
+    scaler, params = new_scaler("sharded"), [cases.plain_param(2)]
+    optimizer = new_optimizer("sgd", params)
+
+    def step(fails: bool) -> str | None:
+        cases.give_grads(scaler, params, 0)
+        method = "unscale_" if unscale else "step"
+        with mock.patch.object(Watch, "met", side_effect=ZeroDivisionError) if fails else nullcontext():
+            error = cases.attempt(scaler, method, optimizer).error
+        if unscale:
+            error = cases.attempt(scaler, "step", optimizer).error or error
+        scaler.update()
+        return error
+
+    before = params[0].detach().clone()
+    raised = step(rank == 0)
+    unchanged = torch.equal(params[0], before)
+    return raised, float(unchanged), float(step(False) is None and not torch.equal(params[0], before))
+
+
+@UNSCALE
+def test_a_watch_that_raises_on_one_rank_keeps_no_other_waiting(two, unscale):
+    first, second = two.run(watched, unscale)
+    assert first[0].startswith("ZeroDivisionError")
+    assert second[0].startswith(TOLD)
+    assert first[1:] == second[1:] == (1.0, 1.0)
