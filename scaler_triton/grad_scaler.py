@@ -319,9 +319,7 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         replaced = overrides(self)
         if step.phase is READY:
-            divide = not (way and self._ours.scales)
-            if replaced or not checks.repeat(step, optimizer, self._scale, self.process_group, divide=divide):
-                (_check_for_fused if way else _check_for_plain)(self, step, optimizer, replaced, way)
+            _check_for_step(self, step, optimizer, replaced, way)
         try:
             if way:
                 result: float | None = _step_fused(self, step, optimizer, way, args, kwargs)
@@ -839,9 +837,20 @@ def _refuse_capture(scaler: GradScaler) -> None:
         raise RuntimeError("a step that reads the flag on the host cannot be captured in a graph: use fused=True")
 
 
-def _check_for_plain(
+def _check_for_step(
     scaler: GradScaler, step: OptimizerStep, optimizer: Any, replaced: frozenset[str], way: str
 ) -> None:
+    """Check the gradients of a READY step, as last time if that will do."""
+    checks, divide = scaler._ours.checks, not (way and scaler._ours.scales)
+    if not replaced and checks.repeat(step, optimizer, scaler._scale, scaler.process_group, divide=divide):
+        return
+    if way:
+        _check_for_fused(scaler, step, optimizer, replaced, way)
+    else:
+        _check_for_plain(scaler, step, optimizer, replaced)
+
+
+def _check_for_plain(scaler: GradScaler, step: OptimizerStep, optimizer: Any, replaced: frozenset[str]) -> None:
     if scaler._scale.is_cuda:
         _refuse_capture(scaler)
     if "unscale_" in replaced:
