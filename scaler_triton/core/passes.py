@@ -63,7 +63,7 @@ def bind_unscale(layout: Layout, scale: Tensor, found_inf: Tensor) -> Pass | Non
         found_inf: as of `unscale_batch_`.
     """
     if layout.backend == "torch":
-        if not torch_ops.serves(layout.device, layout.key.dtype):
+        if not torch_ops.serves(layout.device.type == "cpu", layout.key.dtype):
             return None
         return lambda tensors: torch._amp_foreach_non_finite_check_and_unscale_(
             tensors,
@@ -76,7 +76,7 @@ def bind_unscale(layout: Layout, scale: Tensor, found_inf: Tensor) -> Pass | Non
 def bind_check(layout: Layout, found_inf: Tensor) -> Pass | None:
     """Return a function that does what `check_batch` does with all gradients of a layout; None: there is none."""
     if layout.backend == "torch":
-        if not torch_ops.serves(layout.device, layout.key.dtype):
+        if not torch_ops.serves(layout.device.type == "cpu", layout.key.dtype):
             return None
         one = torch_ops.constants(found_inf, torch.float32, 1.0)
         return lambda tensors: torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, one)

@@ -39,9 +39,9 @@ def wide_on(device: torch.device, numbers: Tensor, *, non_blocking: bool = False
     return numbers.to(device, wide_dtype(device), non_blocking=non_blocking)
 
 
-def serves(device: torch.device, dtype: torch.dtype) -> bool:
+def serves(on_cpu: bool, dtype: torch.dtype) -> bool:
     """Return whether torch's op of `unscale_` is right there: on GPUs it takes no bf16, and checks fp64 in fp32."""
-    return device.type == "cpu" or dtype in (torch.float16, torch.float32)
+    return on_cpu or dtype in (torch.float16, torch.float32)
 
 
 def unscale_(tensors: Sequence[Any], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -51,7 +51,7 @@ def unscale_(tensors: Sequence[Any], inv_scale: Tensor, found_inf: Tensor) -> No
     op, and perhaps no other.
     """
     first = tensors[0]
-    if serves(first.device, first.dtype) or not is_plain(first):
+    if serves(first.is_cpu, first.dtype) or not is_plain(first):
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)  # type: ignore[arg-type]
     else:
         check(tensors, found_inf)
