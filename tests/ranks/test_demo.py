@@ -115,7 +115,8 @@ def test_our_demo_succeeds_in_under_a_minute(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines if " ONLY " in line and line.endswith(" yes")] == ["10", "25", "39"]
     assert done.stderr.startswith("starting two ranks ...\n")
     if find_spec("tqdm"):
-        assert done.stderr.count("48/48") == 3
+        ended = {line.split(":")[0] for line in done.stderr.splitlines() if "| 48/48 [" in line}
+        assert len(ended) == 3, done.stderr  # a bar may draw its last state twice
     if find_spec("matplotlib"):
         assert (tmp_path / "demo.png").stat().st_size > 10_000
 
