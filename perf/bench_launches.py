@@ -40,11 +40,16 @@ def measure(context: Context) -> Iterator[Row]:
     yield from collectives()
 
 
-def steps(scaler: Any, gradients: Gradients, device: str = "cpu") -> dict[str, Callable[[], Any]]:
-    """Return the kinds of steps by name, each taken a few times: steady ones are counted."""
+def steps(
+    name: str, gradients: Gradients, device: str = "cpu", backend: str | None = None
+) -> dict[str, Callable[[], Any]]:
+    """Return the kinds of steps by name, each taken a few times: steady ones are counted.
+
+    Each kind has a scaler of its own, torch's or ours by `name`, as a program has optimizers of one kind.
+    """
     loss, found = torch.ones((), device=device), {}
 
-    def run(optimizer: Any, clips: bool) -> None:
+    def run(scaler: Any, optimizer: Any, clips: bool) -> None:
         scaler.scale(loss)
         if clips:
             clip(scaler, optimizer)
@@ -53,7 +58,8 @@ def steps(scaler: Any, gradients: Gradients, device: str = "cpu") -> dict[str, C
 
     for kind, fused in KINDS.items():
         for clips in (False, True):
-            found[f"{kind}{', clip' * clips}"] = partial(run, still(gradients.parameters, fused=fused), clips)
+            scaler, optimizer = scalers(device, backend=backend)[name], still(gradients.parameters, fused=fused)
+            found[f"{kind}{', clip' * clips}"] = partial(run, scaler, optimizer, clips)
     for step in [*found.values()] * 3:
         step()
     return found
@@ -62,8 +68,8 @@ def steps(scaler: Any, gradients: Gradients, device: str = "cpu") -> dict[str, C
 def by_profiler(numels: Sequence[int]) -> Iterator[Row]:
     """Count what the GPU was given."""
     gradients = Gradients(numels, device="cuda")
-    for name, scaler in scalers("cuda").items():
-        for case, step in steps(scaler, gradients, "cuda").items():
+    for name in ("torch", "ours"):
+        for case, step in steps(name, gradients, "cuda").items():
             for metric, count in profiled(step).items():
                 yield from Place("launches", PART, case).counts(metric, {name: count})
 
@@ -112,7 +118,7 @@ class Ops(TorchDispatchMode):
 def by_dispatch() -> Iterator[Row]:
     """Count the ops of torch's scaler, and of its clipping."""
     gradients = Gradients(NUMELS)
-    for case, step in steps(scalers("cpu")["torch"], gradients).items():
+    for case, step in steps("torch", gradients).items():
         with Ops(gradients.values.nbytes) as seen:
             step()
         for metric, count in seen.counts.items():
@@ -122,7 +128,7 @@ def by_dispatch() -> Iterator[Row]:
 def by_kernels() -> Iterator[Row]:
     """Count our kernels, in a process that has the stub driver."""
     gradients = Gradients(NUMELS)
-    for case, step in steps(scalers("cpu", backend="triton")["ours"], gradients).items():
+    for case, step in steps("ours", gradients, backend="triton").items():
         before, launch, moves = stub_driver.launches(), import_module("scaler_triton.kernels.launch").Launch, []
         call = launch.__call__
 
@@ -143,8 +149,8 @@ def collectives() -> Iterator[Row]:
     from torch.distributed.tensor.debug import CommDebugMode
 
     with sharded(RANKS, "cpu") as wrap:
-        for name, scaler in scalers("cpu").items():
-            for case, step in steps(scaler, Gradients([64] * 10, wrap=wrap)).items():
+        for name in ("torch", "ours"):
+            for case, step in steps(name, Gradients([64] * 10, wrap=wrap)).items():
                 with CommDebugMode() as seen:
                     step()
                 require(seen.get_total_counts(), f"{case}: {name} has asked no other rank")

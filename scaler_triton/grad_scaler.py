@@ -129,7 +129,6 @@ class GradScaler(torch.amp.GradScaler):
 
     process_group: Any = None
     _scale: Any  # fp32, one element; None before the first `scale`
-    _growth_tracker: Any  # int32, one element; None before the first `scale`
 
     @functools.cached_property
     def _ours(self) -> Parts:
@@ -232,7 +231,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if self._scale is None or self._growth_tracker is None:
+        if self._scale is None or vars(self)["_growth_tracker"] is None:
             _require_scale(self, "unscale_", [optimizer])
         checks = self._ours.checks
         step = checks.steps.open(optimizer)
@@ -309,7 +308,7 @@ class GradScaler(torch.amp.GradScaler):
         steps = checks.steps
         if args or kwargs:
             args = closures.watched(checks, args, kwargs)
-        if self._scale is None or self._growth_tracker is None:
+        if self._scale is None or vars(self)["_growth_tracker"] is None:
             _require_scale(self, "step", [optimizer])
         step, updates = steps.open(optimizer), steps.updates
         way = fused.way_of(step, optimizer) if getattr(optimizer, "_step_supports_amp_scaling", False) else ""
@@ -361,7 +360,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        ours, scale, tracker = self._ours, self._scale, self._growth_tracker
+        ours, scale, tracker = self._ours, self._scale, vars(self)["_growth_tracker"]
         if scale is None or tracker is None:
             self._check_scale_growth_tracker("update")  # raises torch's AssertionError
         checked = []
@@ -585,7 +584,10 @@ class GradScaler(torch.amp.GradScaler):
                 limits, counters = policy.from_checkpoint(fields)
                 remembered = policy.check_remembered(fields.get(HEADROOM, {}))
             state_dict = policy.check_state_dict(state_dict)
+        put_off = ours.updates.put_off
+        is_over = put_off.is_over
         super().load_state_dict(state_dict)
+        put_off.is_over = is_over  # torch's method has got the tracker, but keeps it no longer
         ours.updates.limits, ours.updates.lagging = limits, LaggingCounters()
         ours.counters.set(counters)
         if ours.headroom is not None:
@@ -609,6 +611,25 @@ class GradScaler(torch.amp.GradScaler):
     def _per_optimizer_states(self, states: Mapping[Any, Any]) -> None:
         self._ours.steps = self._ours.checks.steps = self._ours.steps.replaced_by(states)
 
+    @property
+    def _growth_tracker(self) -> Any:  # int32, one element; None before the first `scale`
+        if "_growth_tracker" not in vars(self):  # as on torch's disabled scaler
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute '_growth_tracker'")
+        tracker = vars(self)["_growth_tracker"]
+        self._ours.updates.settle(for_good=tracker is not None)  # other code has it from now on
+        return tracker
+
+    @_growth_tracker.setter
+    def _growth_tracker(self, tracker: Any) -> None:
+        self._ours.updates.settle(for_good=tracker is not None)
+        vars(self)["_growth_tracker"] = tracker
+
+    def _get_growth_tracker(self) -> int:
+        if not self._enabled or vars(self)["_growth_tracker"] is None:
+            return super()._get_growth_tracker()
+        self._ours.updates.settle()
+        return int(vars(self)["_growth_tracker"].item())
+
     def _get_scale_async(self) -> Any:  # a tensor, None before the first `scale`
         return getattr(self, "_scale", None)
 
@@ -622,8 +643,9 @@ class GradScaler(torch.amp.GradScaler):
             if getattr(self, "_scale", None) is None:  # a disabled scaler has no such attribute
                 refuse_capture(device, "a scaler's first scale")  # a replay would set it again
                 self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=device)
-            if getattr(self, "_growth_tracker", None) is None:
-                self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)
+            if vars(self).get("_growth_tracker") is None:
+                tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)
+                vars(self)["_growth_tracker"] = tracker
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True) -> Flags:
         """Unscale on this rank only; return a flag for each device with gradients.
@@ -669,7 +691,7 @@ class GradScaler(torch.amp.GradScaler):
             return step.carried
         phase, flag, flags = step.phase, step.flag, step["found_inf_per_device"]
         try:
-            if self._scale is None or self._growth_tracker is None:
+            if self._scale is None or vars(self)["_growth_tracker"] is None:
                 _require_scale(self, "_check_inf_per_device", [optimizer])
             is_final = phase in (STEPPED, FAILED) or (phase is UNSCALED and (flag is None or flag.is_final))
             if not (flags and (is_final or _have_peers(self, step, optimizer))):
@@ -762,7 +784,7 @@ def clip_as_requested(scaler: GradScaler, request: clip.Request) -> Tensor:
     kind: Callable[..., clip.Clip] = functools.partial(clip.ClipAfterUnscaling, scaler.unscale_)
     if request.chosen is None and request.norm_type == 2.0 and is_ours and squares_fit:
         kind = clip.ClipAtOnce
-    if scaler._scale is None or scaler._growth_tracker is None:
+    if scaler._scale is None or vars(scaler)["_growth_tracker"] is None:
         several = request.optimizers
         _require_scale(scaler, "clip_grad_norm_", several, lambda: kind(ours, scaler._scale, group, request).fail())
     return kind(ours, scaler._scale, group, request).run()

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from scaler_triton import policy
-from scaler_triton.core.dispatch import choose_for_scale, kernels, stream_of, sync_allowed
+from scaler_triton.core.dispatch import choose_for_scale, is_captured, kernels, stream_of, sync_allowed
 from scaler_triton.core.flag import Flag, any_flag
 from scaler_triton.core.memory import HostCopy, OnDevice
+from scaler_triton.core.put_off import PutOff
 from scaler_triton.core.step import OptimizerStep
 from scaler_triton.core.torch_ops import host_memory, increment_version
 from scaler_triton.kernels import abi
@@ -50,6 +51,7 @@ class Counters(OnDevice):
     def __init__(self) -> None:
         super().__init__(no_counters())
         self.copy = HostCopy(self.values)
+        self.settle: Callable[[], None] = lambda: None  # brings them up to date: `Updates.settle`
 
     def set(self, values: Sequence[int]) -> None:
         """Write other values."""
@@ -70,12 +72,14 @@ class Counters(OnDevice):
 
     def read(self) -> list[int]:
         """Return a copy of the values, waiting for the device."""
+        self.settle()
         values = super().read()
         self.copy = HostCopy(values)
         return values
 
     def newest(self) -> list[int]:
         """Return the newest values that have arrived on the host, and start the next copy; never waits on CUDA."""
+        self.settle()
         newest: list[int] = self.values if isinstance(self.values, list) else self.copy.newest(self.values)
         return newest
 
@@ -144,7 +148,7 @@ class Rule:
         raise NotImplementedError
 
 
-class _Updater:
+class Updater:
     """How a scale and its tracker are updated: by a kernel, by Python (`on_host`) or by torch's ops."""
 
     def __init__(self, scale: Any, growth_tracker: Any, ours: Updates) -> None:
@@ -176,6 +180,12 @@ class _Updater:
             and not (self.on_host and self.address != tracker.data_ptr())
         )
 
+    def wait_for(self, stream: int | None) -> None:
+        """Have the current stream wait for the one with this handle, if it is another; None: for none."""
+        if stream is not None and stream != self.stream():
+            other = kernels().launch.stream(self.device, stream)
+            torch.cuda.current_stream(self.device).wait_stream(other)
+
     def _launch(self, ours: Updates) -> Any:
         """Return the kernel's launch where all flags are the scaler's own; a new scale or tracker changes nothing."""
         before, rows = ours.updater, self.rows
@@ -200,7 +210,9 @@ class Updates:
         self.rule: Rule | None = None  # None: torch's
         self.lagging = LaggingCounters()
         self.policies: dict[torch.device, DevicePolicy] = {}
-        self.updater: _Updater | None = None  # of the scale that was updated last
+        self.updater: Updater | None = None  # of the scale that was updated last
+        self.put_off = PutOff()
+        counters.settle = self.settle
 
     def by_flags(
         self,
@@ -223,44 +235,91 @@ class Updates:
         """
         updater = self.updater
         if updater is None or not updater.serves(scale, tracker, self.counters.values):
-            _check_numbers(scale, tracker)
-            updater = self.updater = _Updater(scale, tracker, self)
+            updater = self._make_updater(scale, tracker)
         if updater.on_host:
-            found_inf = False
+            found_inf, exposed = False, self.checks.steps.exposed
             for step in checked:
-                for flag in step["found_inf_per_device"].values():
-                    found_inf |= flag.item() != 0.0  # NaN is set, too
+                if exposed or step.outcome is not False:  # else the host has read them
+                    for flag in step["found_inf_per_device"].values():
+                        found_inf |= flag.item() != 0.0  # NaN is set, too
             update_on_host_(scale, updater.tracker, found_inf, numbers, self.limits, updater.counted)
             return
-        flags = list(map(_own_flag, checked)) if updater.by_kernel and not keep else [None]
-        rows = updater.rows
-        if all([flag is not None and flag.rows is rows for flag in flags]):  # noqa: C419 (a generator takes longer)
-            self._by_kernel(updater, scale, tracker, flags, numbers, captured)
-        else:
-            self._by_any_flag(updater, scale, tracker, checked, numbers)
+        self._on_device(updater, checked, numbers, captured, keep)
 
-    def _by_kernel(
-        self, updater: Any, scale: Tensor, tracker: Tensor, flags: Sequence[Any], numbers: Numbers, captured: bool
+    def _make_updater(self, scale: Tensor, tracker: Tensor) -> Updater:
+        _check_numbers(scale, tracker)
+        self.settle()
+        self.put_off.forget()
+        self.updater = Updater(scale, tracker, self)
+        return self.updater
+
+    def _on_device(
+        self, updater: Updater, checked: Sequence[Any], numbers: Numbers, captured: bool, keep: bool
     ) -> None:
-        """Update in one launch, which also saves and clears the flags."""
+        """Update the scale on its device, or put that off."""
+        put_off = self.put_off
+        may_put_off = not (put_off.is_over or captured or self.rule or self.checks.steps.exposed)
+        if may_put_off and put_off.takes(updater, checked, numbers, self.limits):
+            return
+        if put_off.is_ahead() or put_off.stream is not None:
+            self._catch_up(updater, captured)
+        if keep or not updater.by_kernel or not self._by_kernel(updater, checked, numbers, captured):
+            self._by_any_flag(updater, checked, numbers)
+        if may_put_off:
+            put_off.after_launch(updater, checked, numbers, self.limits)
+        elif captured:
+            put_off.is_over = True  # replays will update, too
+
+    def settle(self, *, for_good: bool = False) -> None:
+        """Tell the device of the updates that were put off, as somebody is about to use the tracker or the counters.
+
+        While a graph is captured it is not told, as each replay would tell it again.
+
+        Args:
+            for_good: put off no more of them.
+        """
+        updater, put_off = self.updater, self.put_off
+        if updater is not None and put_off.is_ahead() and not is_captured(updater.scale):
+            put_off.tell(updater)
+        put_off.is_over |= for_good
+
+    def _catch_up(self, updater: Updater, captured: bool) -> None:
+        """Have the update that is launched now come after all before it."""
+        put_off = self.put_off
+        if not captured:
+            self.settle()
+            updater.wait_for(put_off.stream)
+        elif put_off.is_ahead():
+            raise RuntimeError(
+                "an update cannot be captured in a graph before the GPU knows of all updates so far: "
+                "call scaler.stats() before the capture"
+            )
+        put_off.stream = None
+
+    def _by_kernel(self, updater: Updater, checked: Sequence[Any], numbers: Numbers, captured: bool) -> bool:
+        """Update in one launch, which also saves and clears the flags, if all are the scaler's own; return whether."""
+        rows, flags, mask = updater.rows, [], 0
+        for step in checked:
+            flag = _own_flag(step)
+            if flag is None or flag.rows is not rows:
+                return False
+            flags.append(flag)
+            mask |= 1 << flag.row
         if updater.policy.held != (numbers, self.limits):
             updater.policy.hold(numbers, self.limits)
-        mask = 0
         for flag in flags:
-            mask |= 1 << flag.row
-            if flag.reader is not None and not captured and flag.reader != updater.stream():  # a fused step may read it
-                reader = kernels().launch.stream(updater.device, flag.reader)
-                torch.cuda.current_stream(updater.device).wait_stream(reader)
-        updater.launch(scale, tracker, mask)
-        increment_version((scale,))  # as torch's op: a loss scaled before it cannot be differentiated after it
+            if flag.reader is not None and not captured:  # a fused step may read it
+                updater.wait_for(flag.reader)
+        updater.launch(updater.scale, updater.growth_tracker, mask)
+        increment_version((updater.scale,))  # as torch's op: a loss scaled before it cannot be differentiated after it
         for flag in flags:
-            flag.is_saved, flag.is_zero = True, not (captured or flag in updater.rows.of_graphs)
+            flag.is_saved, flag.is_zero = True, not (captured or flag in rows.of_graphs)
+        return True
 
-    def _by_any_flag(
-        self, updater: Any, scale: Tensor, tracker: Tensor, checked: Sequence[Any], numbers: Numbers
-    ) -> None:
+    def _by_any_flag(self, updater: Updater, checked: Sequence[Any], numbers: Numbers) -> None:
         """Update where no kernel does it, or not all flags are the scaler's own."""
         flag, rule = _saved_any_flag(checked, updater.device), self.rule
+        scale, tracker = updater.scale, updater.growth_tracker
         row = None if rule is None else rule.row_of(checked, updater.device)
         if not updater.by_kernel:
             update_by_ops_(scale, tracker, flag, numbers, self.limits, updater.counters, rule, row)
@@ -285,6 +344,7 @@ class Updates:
         number, (low, high, *_) = policy.check_number("scale", new_scale, "new_scale"), self.limits
         if not low <= policy.as_fp32(number) <= high:
             raise ValueError(f"new_scale must be in [min_scale, max_scale], [{low}, {high}], got {new_scale!r}")
+        self.settle()
         if checked:  # as an update that changes neither scale nor tracker
             counters, found_inf = self.counters.on(scale.device), _saved_any_flag(checked, scale.device)
             counters.copy_(_counted(counters, found_inf != 0, scale, scale, keeps_strikes=True))

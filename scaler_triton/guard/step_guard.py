@@ -268,7 +268,7 @@ def _end(guard: StepGuard, step: OptimizerStep) -> None:
             ours.let_others_wait()
             scale, captured = guard._scale, is_captured(guard._scale)
             numbers = guard._growth_factor, guard._backoff_factor, guard._growth_interval
-            ours.updates.by_flags(scale, guard._growth_tracker, [step], numbers, captured=captured)
+            ours.updates.by_flags(scale, vars(guard)["_growth_tracker"], [step], numbers, captured=captured)
             if ours.updates.limits.max_consecutive_skips is not None and not captured:
                 ours.streaks.raise_if_too_long(scale)
     finally:

@@ -7,6 +7,7 @@ millisecond, and says so where newer numbers are still on their way.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -37,17 +38,18 @@ def describe(ours: Parts, device: str, scale: Any, init_scale: float) -> str:
     end = time.monotonic() + LOOK
     known, is_new = ours.described(scale, init_scale, lambda copy, source: _look(copy, source, end))
     counters = ours.counters
-    is_new &= isinstance(counters.values, list) or _look(counters.copy, counters.values, end)
+    is_new &= isinstance(counters.values, list) or _look(counters.copy, counters.values, end, counters.settle)
     backend = backend_so_far(device, ours.checks.requested)
     return "; ".join([f"{device}, {backend}", *known, _counted(counters), *([] if is_new else [_BEHIND])])
 
 
-def _look(copy: HostCopy, source: Any, end: float) -> bool:
-    """Read what has arrived on the host until the time `end`; return whether it is of now."""
+def _look(copy: HostCopy, source: Any, end: float, settle: Callable[[], None] = lambda: None) -> bool:
+    """Read what has arrived on the host until the time `end`, of what `settle` brings up to date; is it of now?"""
     # In torch's fake mode a copy would be fake, and stay the one that `metrics` reads.
     if type(torch.empty(0, device="cpu")) is not Tensor or is_captured(source):
         return False
     with suppress(Exception):  # whoever asks for a repr may be about to say what is wrong
+        settle()
         for _ in range(2):  # the first copy may have been started long ago
             copy.newest(source)
             while not copy.has_arrived():

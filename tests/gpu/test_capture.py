@@ -55,6 +55,19 @@ class Static:
         return self.weight[0].item()
 
 
+def test_what_is_read_in_a_capture_tells_the_gpu_of_no_update() -> None:
+    """A replay would tell it again."""
+    static = Static(fused=False)
+    for _ in range(4):
+        static.step("step")
+    static.scaler.metrics()
+    static.step("step")
+    replay = static.capture(lambda: (static.weight.add(1), static.scaler.metrics(), repr(static.scaler)))
+    for _ in range(3):
+        replay(1.0)
+    assert (static.scaler.stats().updates, static.scaler._get_growth_tracker()) == (6, 6)
+
+
 class Run:
     """A small model trained in fp16 on batches that stay where they are, so that a graph can read them."""
 

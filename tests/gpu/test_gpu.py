@@ -207,6 +207,28 @@ def test_an_update_on_another_stream_leaves_a_step_its_flag() -> None:
     assert scaler.get_scale() == 1.0
 
 
+def test_updates_that_were_put_off_are_told_and_launched_in_order_on_any_stream() -> None:
+    (parameter,) = parameters([torch.full((5,), 8.0)], "cuda")
+    optimizer, other = torch.optim.SGD([parameter], lr=0.0), torch.cuda.Stream()
+    scaler = started(GradScaler, "cuda", init_scale=4.0, growth_interval=64)
+    for _ in range(5):
+        take_step(scaler, optimizer, "step")
+    here, wait = torch.cuda.current_stream(), torch.cuda.Stream.wait_stream
+    with mock.patch.object(torch.cuda.Stream, "wait_stream", autospec=True, side_effect=wait) as waited:
+        torch.cuda._sleep(LONG)
+        with torch.cuda.stream(other):
+            assert scaler.stats().updates == 5  # tells the GPU
+        assert waited.mock_calls == [mock.call(other, here)]
+        parameter.grad.fill_(math.inf)
+        take_step(scaler, optimizer, "step")  # launches
+        assert waited.mock_calls[1:] == [mock.call(here, other)]
+        parameter.grad.fill_(8.0)
+        for _ in range(5):
+            take_step(scaler, optimizer, "step")
+        assert len(waited.mock_calls) == 2
+    assert (scaler.get_scale(), scaler._get_growth_tracker(), scaler.stats().updates) == (2.0, 5, 11)
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_a_setter_leaves_alone_an_update_that_waits_on_another_stream(first: bool) -> None:
     (parameter,) = parameters([torch.full((5,), 8.0)], "cuda")
@@ -270,7 +292,7 @@ def seen_on_gpu(step: Callable[[], object]) -> Counter[str]:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("how", "kernels"), [("step", 2), ("clip", 4)])
 def test_a_step_launches_check_and_update_and_nothing_more(how: str, kernels: int, fused: bool) -> None:
-    """Scaling the loss is the third launch; a plain step reads its flag on the host: one copy.
+    """Scaling the loss is the third launch; a plain step reads its flag on the host, one copy, and needs no update.
 
     Clipping has in place of the check: squares, their sum, and a pass that clips.
     """
@@ -282,5 +304,5 @@ def test_a_step_launches_check_and_update_and_nothing_more(how: str, kernels: in
     scaler.scale(model(torch.randn(4, 64, device="cuda")).square().mean()).backward()
     for _ in range(8):  # the first ones are looked at, too
         take_step(scaler, optimizer, how)
-    copies = {} if fused else {"copy": 1}
-    assert seen_on_gpu(lambda: take_step(scaler, optimizer, how)) == Counter(kernel=kernels, **copies)
+    work = Counter(kernel=kernels) if fused else Counter(kernel=kernels - 1, copy=1)
+    assert seen_on_gpu(lambda: take_step(scaler, optimizer, how)) == work

@@ -32,6 +32,7 @@ _OVERRIDES = "unit/core/overrides"
 _MARKS = "unit/report/marks"
 _PARTS = "unit/parts"
 _CLIP = "unit/clipping/clip"
+_PUT_OFF = "unit/core/put_off"
 _PREPARED, _FUSED, _GRADIENTS = "unit/core/prepared", "unit/core/fused", "unit/core/gradients"
 _WATCH, _OPTIMIZERS, _DERIVED = "unit/watch/watch", "unit/watch/optimizers", "unit/watch/derived"
 _AFTER, _CLOSURES, _NOTES, _STREAK = (
@@ -399,11 +400,11 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            flag.save()\n", "            pass\n", _CAPTURE),
         ("            tracker[0] = counters[abi.STRIKES] = 0\n", "            tracker[0] = 0\n"),
         ("        increment_version((scale,))  # as if", "        pass  # as if"),
-        ("        increment_version((scale,))  # as torch's", "        pass  # as torch's"),
+        ("        increment_version((updater.scale,))  # as torch's", "        pass  # as torch's"),
         ("if not limits.min_scale <= value <= limits.max_scale:", "if value > limits.max_scale:"),
         ("(strikes + bad) * (bad | keeps_strikes),", "strikes + bad,"),
-        ("not (captured or flag in updater.rows.of_graphs)", "True", _CAPTURE),
-        ("if flag.reader is not None and not captured and", "if False and", "gpu/gpu"),
+        ("not (captured or flag in rows.of_graphs)", "True", _CAPTURE),
+        ("if flag.reader is not None and not captured:", "if False:", "gpu/gpu"),
         ("        elif good <= MAX_TRACKER:\n", "        else:\n"),
         ("        if good >= interval:\n", "        if good == interval:\n"),
         # By flags.
@@ -414,8 +415,22 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("            and not (self.on_host and self.address != tracker.data_ptr())\n", ""),
         ("found_inf |= flag.item() != 0.0", "found_inf = flag.item() != 0.0"),
         ("found_inf |= flag.item() != 0.0", "found_inf |= flag.item() > 0.0", _REGISTRY),
-        ("if updater.by_kernel and not keep else [None]", "if updater.by_kernel else [None]"),
-        ("flag is not None and flag.rows is rows for flag", "flag is not None for flag"),
+        ("        if keep or not updater.by_kernel or not", "        if not updater.by_kernel or not"),
+        ("            if flag is None or flag.rows is not rows:\n", "            if flag is None:\n"),
+        # What was put off.
+        ("is_over or captured or self.rule or", "is_over or captured or", _PUT_OFF),
+        ("captured or self.rule or self.checks.steps.exposed)", "captured or self.rule)", _PUT_OFF),
+        ("            put_off.is_over = True  # replays", "            pass  # replays", _PUT_OFF),
+        ("        self.settle()\n        self.put_off.forget()\n", "        self.put_off.forget()\n", _PUT_OFF),
+        ("        self.put_off.forget()\n", "", _PUT_OFF),
+        ("        if put_off.is_ahead() or put_off.stream is not None:\n", "        if False:\n", _PUT_OFF),
+        ("        if put_off.is_ahead() or put_off.stream is not None:\n",
+         "        if put_off.is_ahead():\n", "gpu/gpu"),
+        ("put_off.is_ahead() and not is_captured(updater.scale):", "put_off.is_ahead():", _CAPTURE),
+        ("        put_off.is_over |= for_good\n", "", _PUT_OFF),
+        ("        self.settle()\n        values = super()", "        values = super()", _PUT_OFF),
+        ("        self.settle()\n        newest:", "        newest:", _PUT_OFF),
+        ("        self.settle()\n        if checked:  # as", "        if checked:  # as", _PUT_OFF),
         ("        if updater.policy.held != (numbers, self.limits):\n", "        if False:\n"),
         ("            mask |= 1 << flag.row\n", "            mask = 1 << flag.row\n"),
         ("self.on_host = on_host and ours.rule is None", "self.on_host = on_host", _RULE),
@@ -424,6 +439,29 @@ _BY_FILE: dict[str, list[tuple[str, ...]]] = {
         ("        self.lagging = LaggingCounters()  # skips", "        # skips"),
         ("scale, scale, keeps_strikes=True)", "scale, scale, keeps_strikes=False)"),
         ("seen[STREAK] > limit else None", "seen[STREAK] >= limit else None"),
+    ],
+    "scaler_triton/core/put_off.py": [
+        ("if limits is not self._limits or numbers", "if numbers"),
+        (" or numbers != self._numbers or scale", " or scale"),
+        (" or scale._version != self._version:", ":"),
+        ("            if step.outcome is not False:\n", "            if step.outcome is True:\n"),
+        (") or updater.rows.of_graphs:", "):"),
+        ("        self._version += 1\n        increment_version((scale,))  # as a launch would\n", ""),
+        ("            step.flag.is_zero = True", "            step.flag.is_zero = False", "gpu/gpu"),
+        ("        if not self._is_copied or not", "        if not"),
+        ("        self._is_copied = False\n        self._room", "        self._room"),
+        ("min(self._numbers[-1], MAX_TRACKER) - 1", "min(self._numbers[-1], MAX_TRACKER)"),
+        ("min(self._numbers[-1], MAX_TRACKER) - 1", "self._numbers[-1] - 1"),
+        ("        self._room -= 1\n", ""),
+        ("is_inference() or any(isinstance(step.outcome, Flag) for step in checked)", "is_inference()"),
+        ("updater.scale.is_inference() or any", "any"),
+        ("updater.by_kernel and numbers", "numbers"),
+        ("numbers[-1] >= LEAST_INTERVAL and ", ""),
+        (" and limits.max_consecutive_skips is None\n", "\n"),
+        ("is_usual and not self.is_over and all(step.outcome is False for step in checked)",
+         "is_usual and not self.is_over"),
+        ("            updater.wait_for(self.stream)\n", "", "gpu/gpu"),
+        ("            self.stream = updater.stream()\n            self._told", "            self._told", "gpu/gpu"),
     ],
     "scaler_triton/core/fused.py": [
         ("    step.outcome = found_inf if flag is None else flag  # hooks",
