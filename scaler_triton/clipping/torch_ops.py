@@ -18,7 +18,7 @@ from scaler_triton.core.torch_ops import check, host_memory, is_plain, unscale_
 from scaler_triton.kernels.abi import MAX_SCALE, SQUARES
 from scaler_triton.policy import as_fp32
 
-_ROW, _BLOCK = 2048, 64  # elements of a row, rows of a block: converted at once, more would not fit the cache
+_ROW, _BLOCK = 2048, 256  # elements of a row, rows of a block: converted at once, 2 MiB, which caches hold
 _LONG = 16 * _ROW  # elements that are read where they are; shorter tensors are copied together, at one op for many
 _SMALLEST = 2.0**-126  # normal number of fp32
 _TINY = as_fp32(1e-6)  # what torch adds to a norm

@@ -46,10 +46,10 @@ def test_neither_small_nor_large_squares_are_lost(size: int, factor: float) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "sizes", [[16 * 2048 + n for n in (-1, 0, 1)], [66 * 2048 + 3, 9], [2000] * 67, [0, 0], [0, 7]]
+    "sizes", [[16 * 2048 + n for n in (-1, 0, 1)], [258 * 2048 + 3, 9], [2000] * 270, [0, 0], [0, 7]]
 )
 def test_long_tensors_and_many_short_ones_are_summed_exactly_enough(dtype: torch.dtype, sizes: list[int]) -> None:
-    """What is converted at once is 64 rows of 2048, and what is copied together about as much."""
+    """What is converted at once is 256 rows of 2048, and what is copied together about as much."""
     tensors, found = [randn(size, dtype, seed) for seed, size in enumerate(sizes)], flag()
     weights = [(0.5, 1.0, 0.25)[number % 3] for number in range(len(sizes))]
     for given in (None, weights):
