@@ -131,7 +131,7 @@ def _step_with_scale(
         copied = Tensor.cpu if on_host else Tensor.clone
         product, found_inf = copied(product) if isinstance(product, Tensor) else product, copied(found_inf)
     try:
-        for target in (optimizer, inner):  # perhaps the same
+        for target in (optimizer,) if optimizer is inner else (optimizer, inner):
             target.grad_scale, target.found_inf = product, found_inf
         result = optimizer.step(*args, **kwargs)
         own = None  # it was for this step
@@ -144,7 +144,7 @@ def _step_with_scale(
 
 def remove_scale(optimizer: Any, inner: Any) -> None:
     """Delete `grad_scale` and `found_inf`; the user's `grad_scale`, too, is for one step, even if that is skipped."""
-    for target in (optimizer, inner):  # perhaps the same
+    for target in (optimizer,) if optimizer is inner else (optimizer, inner):
         attributes = getattr(target, "__dict__", {})  # a wrapper may forward the inner one's, and a class have some
         attributes.pop("grad_scale", None)
         attributes.pop("found_inf", None)
