@@ -16,7 +16,9 @@ A plain optimizer's steady step on one device, in `core/` where no file is named
       OptimizerStep.is_bad           step.py       waits for the flag
       optimizer.step                               unless it is set
     update
-      Updates.by_flags               update.py     kernels/update_scale.py, which also clears the flags, or torch's op
+      Updates.by_flags               update.py     in Python for a scale on the CPU
+        PutOff.takes                 put_off.py    else counts it on the host, if it changes no scale
+                                                   or kernels/update_scale.py, which also clears the flags
 
 Where something is new or unusual, the check is made the general way:
 
