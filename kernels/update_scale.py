@@ -171,6 +171,30 @@ def bind_update(
     return functools.partial(_launch_on(flags.device, clear, window, bits), 1, *tensors)
 
 
+@triton.jit(do_not_specialize=["tracker", "updates"], do_not_specialize_on_alignment=range(2))
+def _write_counts_kernel(growth_tracker_ptr, counters_ptr, tracker: tl.int64, updates: tl.int64):
+    tl.store(growth_tracker_ptr, tracker.to(tl.int32))
+    tl.store(counters_ptr + _UPDATES, updates)
+
+
+def launch_counts(growth_tracker: Tensor, counters: Tensor, tracker: int, updates: int) -> None:
+    """Write what the host has counted: `growth_tracker[:] = tracker; counters[UPDATES] = updates`.
+
+    A launch is whole or not at all, whatever interrupts the host or intercepts torch's ops, and may be repeated.
+
+    Args:
+        growth_tracker: int32, one element, mutated.
+        counters: int64 [COUNTERS], on the same device, mutated.
+        tracker, updates: the numbers, in [0, 2**31) and [0, 2**63).
+    """
+    _counts_on(counters.device)(1, growth_tracker, counters, tracker, updates)
+
+
+@functools.cache
+def _counts_on(device: torch.device) -> Launch:
+    return Launch(_write_counts_kernel, device, num_warps=1)
+
+
 @functools.cache
 def _launch_on(device: torch.device, clear: bool, window: int, bits: int, fixed: Sequence[Tensor] = ()) -> Launch:
     constants: dict[str, Any] = {"CLEAR": clear, "HEADROOM": 0, "WINDOW": window, "BITS": bits}

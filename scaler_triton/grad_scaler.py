@@ -33,10 +33,9 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Self, TypeVar
 
@@ -51,6 +50,7 @@ from scaler_triton.core.dispatch import (
     check_backend,
     is_captured,
     is_capturing,
+    outside_transforms,
     refuse_capture,
     skip_tracing,
     stacklevel,
@@ -639,8 +639,6 @@ class GradScaler(torch.amp.GradScaler):
         """Create scale and tracker on `dev` (a device or its name) unless they are there already."""
         device = torch.device(dev)
         # In torch.func's transforms they would have no address; updates outside inference mode must write them.
-        module = sys.modules.get("torch._functorch.pyfunctorch")
-        outside_transforms: Any = getattr(module, "temporarily_clear_interpreter_stack", nullcontext)
         with torch.inference_mode(False), outside_transforms():
             if getattr(self, "_scale", None) is None:  # a disabled scaler has no such attribute
                 refuse_capture(device, "a scaler's first scale")  # a replay would set it again
@@ -648,6 +646,9 @@ class GradScaler(torch.amp.GradScaler):
             if vars(self).get("_growth_tracker") is None:
                 tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=device)
                 vars(self)["_growth_tracker"] = tracker
+                if type(self)._growth_tracker is not GradScaler._growth_tracker:  # a subclass keeps it in its own way
+                    self._growth_tracker = tracker
+                    self._ours.updates.settle(for_good=True)
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True) -> Flags:
         """Unscale on this rank only; return a flag for each device with gradients.
@@ -845,6 +846,7 @@ def _override(scaler: GradScaler, step: OptimizerStep, optimizer: Any, *, divide
     def run(flag: Flag) -> Flags:
         factor = inverse(scaler._scale).clone() if divide else torch.ones_like(flag.found_inf)
         allow_fp16 = scaler._ours.checks.allow_fp16 or not divide
+        scaler._ours.steps.exposed = True  # it gets the flag, and may keep it
         # It may write before it fails; ours, which it may call, tells the flag if it has refused before a write.
         flag.written, step.notes["overridden"] = divide, flag
         try:

@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
 from types import FunctionType
 from typing import Any, Literal
@@ -170,6 +170,13 @@ def refuse_capture(device: torch.device, what: str) -> None:
     """Raise RuntimeError while a graph is captured on `device`: `what` must have run once before."""
     if device.type == "cuda" and torch.cuda.is_available() and is_capturing():
         raise RuntimeError(f"{what} cannot be captured in a graph: take one step like it before")
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Return a context in which torch.func's transforms do not see tensors: in them new ones would have no address."""
+    module = sys.modules.get("torch._functorch.pyfunctorch")
+    leave: Any = getattr(module, "temporarily_clear_interpreter_stack", nullcontext)  # private to torch
+    return leave()  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -128,6 +128,7 @@ class Steps(dict[Any, Any]):
                     steps._add_handle(step, optimizer, owns=optimizer is owner)
         for key, state in states.items():
             steps[key].update(state)
+            steps.exposed = True  # whoever has made it may hold its flags
         return steps
 
     def awaiting(self) -> list[Any]:

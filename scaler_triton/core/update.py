@@ -55,6 +55,7 @@ class Counters(OnDevice):
 
     def set(self, values: Sequence[int]) -> None:
         """Write other values."""
+        self.settle()
         super().set(values)
         self.copy = HostCopy(list(values))  # what was copied before is older
 
@@ -261,14 +262,11 @@ class Updates:
         may_put_off = not (put_off.is_over or captured or self.rule or self.checks.steps.exposed)
         if may_put_off and put_off.takes(updater, checked, numbers, self.limits):
             return
-        if put_off.is_ahead() or put_off.stream is not None:
-            self._catch_up(updater, captured)
+        self._catch_up(captured)
         if keep or not updater.by_kernel or not self._by_kernel(updater, checked, numbers, captured):
             self._by_any_flag(updater, checked, numbers)
         if may_put_off:
             put_off.after_launch(updater, checked, numbers, self.limits)
-        elif captured:
-            put_off.is_over = True  # replays will update, too
 
     def settle(self, *, for_good: bool = False) -> None:
         """Tell the device of the updates that were put off, as somebody is about to use the tracker or the counters.
@@ -279,22 +277,24 @@ class Updates:
             for_good: put off no more of them.
         """
         updater, put_off = self.updater, self.put_off
-        if updater is not None and put_off.is_ahead() and not is_captured(updater.scale):
+        needs_order = put_off.is_ahead() or put_off.stream is not None
+        if updater is not None and needs_order and not is_captured(updater.scale):
             put_off.tell(updater)
-        put_off.is_over |= for_good
+        if for_good:
+            put_off.is_over = True
 
-    def _catch_up(self, updater: Updater, captured: bool) -> None:
-        """Have the update that is launched now come after all before it."""
-        put_off = self.put_off
+    def _catch_up(self, captured: bool) -> None:
+        """Have the update that comes now follow all before it."""
         if not captured:
             self.settle()
-            updater.wait_for(put_off.stream)
-        elif put_off.is_ahead():
+            self.put_off.stream = None
+            return
+        if self.put_off.is_ahead():
             raise RuntimeError(
                 "an update cannot be captured in a graph before the GPU knows of all updates so far: "
                 "call scaler.stats() before the capture"
             )
-        put_off.stream = None
+        self.put_off.is_over = True  # replays will update, too
 
     def _by_kernel(self, updater: Updater, checked: Sequence[Any], numbers: Numbers, captured: bool) -> bool:
         """Update in one launch, which also saves and clears the flags, if all are the scaler's own; return whether."""
@@ -344,7 +344,7 @@ class Updates:
         number, (low, high, *_) = policy.check_number("scale", new_scale, "new_scale"), self.limits
         if not low <= policy.as_fp32(number) <= high:
             raise ValueError(f"new_scale must be in [min_scale, max_scale], [{low}, {high}], got {new_scale!r}")
-        self.settle()
+        self._catch_up(is_captured(scale))
         if checked:  # as an update that changes neither scale nor tracker
             counters, found_inf = self.counters.on(scale.device), _saved_any_flag(checked, scale.device)
             counters.copy_(_counted(counters, found_inf != 0, scale, scale, keeps_strikes=True))

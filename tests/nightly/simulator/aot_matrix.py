@@ -28,7 +28,7 @@ from scaler_triton.kernels.norm import _FINISH_WARPS, _finish_kernel, _sum_squar
 from scaler_triton.kernels.spike import _judge_kernel, warps_of
 from scaler_triton.kernels.table import PARTIALS_BLOCK
 from scaler_triton.kernels.unscale import _unscale_kernel
-from scaler_triton.kernels.update_scale import _update_scale_kernel
+from scaler_triton.kernels.update_scale import _update_scale_kernel, _write_counts_kernel
 
 TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (70, 75, 80, 90, 100)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
@@ -67,6 +67,7 @@ def variants():
             constants = {"CLEAR": clear, "HEADROOM": ring, "WINDOW": ring, "BITS": 2}
             name = f"update{'_and_clear' * clear}{f'_headroom-{ring}' * bool(ring)}"
             yield name, _update_scale_kernel, constants, 1
+    yield "counts", _write_counts_kernel, {}, 1
     yield "finish", _finish_kernel, {"BLOCK_SIZE": PARTIALS_BLOCK}, _FINISH_WARPS
     for size in (2, 128, abi.MAX_WINDOW):
         yield f"judge-{size}", _judge_kernel, {"BLOCK_SIZE": size}, warps_of(size), False

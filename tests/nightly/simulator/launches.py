@@ -161,6 +161,17 @@ def test_the_scale_is_updated_by_one_warp():
     assert_compiled(update_scale._update_scale_kernel, 2, 1, [], {"rows": "i64"})
 
 
+def test_counts_are_written_by_one_warp():
+    trackers, counters = torch.zeros(2, dtype=torch.int32), torch.zeros(abi.COUNTERS, dtype=torch.int64)
+    for place in PLACES:
+        update_scale._counts_on.cache_clear()
+        for numbers in ((1, 2), (16, 2**31), (2**31 - 1, 2**33)):
+            launches = launched(update_scale.launch_counts, trackers[place], counters, *numbers)
+            given = [trackers[place], counters]
+            assert_launched(launches, "_write_counts_kernel", 1, 1, given, list(numbers))
+    assert_compiled(update_scale._write_counts_kernel, 1, 1, [], {"tracker": "i64", "updates": "i64"})
+
+
 def test_a_judgement_is_one_launch_of_one_warp():
     windows, counters = doubles(abi.HEADER + 128), torch.zeros(abi.COUNTERS, dtype=torch.int64)
     totals, statuses = doubles(abi.TOTALS), torch.zeros(2, abi.STATUS)

@@ -4,17 +4,21 @@ import copy
 import math
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from helpers import KERNELS, Place, sgd, started
+from helpers import KERNELS, PLACES, Place, places, sgd, started
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.grad_scaler import OptState
 
 from scaler_triton import GradScaler, ScalerStats, StepGuard
 from scaler_triton.core import put_off
+from scaler_triton.core.dispatch import kernels
 
 GOOD, BAD = torch.ones(1), torch.tensor([math.inf])
 
@@ -268,7 +272,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "state_dict": lambda scaler: scaler.state_dict()["_growth_tracker"],
     "pickle": lambda scaler: copy.deepcopy(scaler)._get_growth_tracker(),
     "copy": lambda scaler: copy.copy(scaler).stats().updates,
-    "repr": lambda scaler: int(repr(scaler).split("; ")[2].split()[0]),
+    "repr": lambda scaler: twice(scaler, lambda: int(repr(scaler).split("; ")[2].split()[0])),
 }
 
 
@@ -358,6 +362,109 @@ def test_a_loggers_thread_may_read_at_any_time(place: Place) -> None:
         thread.join()
     assert (scaler.stats().updates, scaler._get_growth_tracker()) == (40, 40)
     assert seen == sorted(seen)
+
+
+# What others do
+
+
+@KERNELS
+def test_a_signals_handler_may_save_a_checkpoint_at_any_time(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler, seen = at(place), []
+    good(scaler, 5)
+    tell = kernels().update_scale.launch_counts
+
+    def interrupted(*args: Any) -> None:
+        if not seen:
+            seen.append({})
+            seen.append(scaler.state_dict())
+        tell(*args)
+
+    monkeypatch.setattr(kernels().update_scale, "launch_counts", interrupted)
+    assert scaler.stats().updates == scaler._get_growth_tracker() == seen[1]["_growth_tracker"] == 5
+
+
+@KERNELS
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_an_interrupted_reader_changes_nothing(place: Place, error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler = at(place)
+    optimizer, tell = good(scaler, 5), kernels().update_scale.launch_counts
+
+    def interrupted(*args: Any) -> None:
+        tell(*args)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels().update_scale, "launch_counts", interrupted)
+        with pytest.raises(error):
+            scaler.stats()
+    update(scaler, optimizer)
+    assert scaler.stats().updates == scaler._get_growth_tracker() == 6
+
+
+@pytest.mark.parametrize("place", [place for place in places() if place != Place("cuda", "torch")], ids=str)
+def test_flags_that_other_code_has_assigned_are_looked_at(place: Place) -> None:
+    scaler = at(place)
+    optimizer = good(scaler, 4)
+    found = {torch.device(place.device): torch.ones((), device=place.device)}
+    scaler._per_optimizer_states = {id(optimizer): {"stage": OptState.STEPPED, "found_inf_per_device": found}}
+    scaler.update()
+    assert (scaler.get_scale(), scaler._get_growth_tracker(), scaler.stats().skipped) == (32.0, 0, 1)
+
+
+@PLACES
+def test_a_flag_that_an_override_has_kept_is_looked_at(place: Place) -> None:
+    class Keeps(GradScaler):
+        def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+            self.kept = found_inf
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    scaler = started(Keeps, place.device, init_scale=64.0, backend=place.backend)
+    optimizer = good(scaler, 4)
+    scaler.step(optimizer)
+    scaler.kept.fill_(1.0)
+    scaler.update()
+    update(scaler, optimizer)
+    assert (scaler.get_scale(), scaler._get_growth_tracker(), scaler.was_skipped(optimizer)) == (32.0, 1, False)
+
+
+def stored(name: str) -> Any:
+    return property(lambda self: vars(self).get(name), lambda self, value: vars(self).update({name: value}))
+
+
+@PLACES
+@pytest.mark.parametrize("tracker", [None, stored("theirs")], ids=["attribute", "property"])
+def test_a_subclass_may_keep_its_tracker_in_its_own_way(place: Place, tracker: Any) -> None:
+    scaler = started(type("Own", (GradScaler,), {"_growth_tracker": tracker}), place.device, backend=place.backend)
+    good(scaler, 5)
+    assert (scaler._growth_tracker.item(), scaler._get_growth_tracker()) == (5, 5)
+
+
+@KERNELS
+def test_torchs_modes_and_transforms_intercept_nothing(place: Place) -> None:
+    scaler = at(place)
+    optimizer = good(scaler, 5)
+    found = torch.func.grad(lambda x: (x * x).sum() * scaler.stats().updates)(torch.ones(3))
+    assert found.tolist() == [10.0] * 3
+    update(scaler, optimizer)
+    with FakeTensorMode() if place.device == "cuda" else nullcontext():  # Triton's interpreter makes tensors
+        scaler._ours.updates.settle()
+    update(scaler, optimizer)
+    with torch.inference_mode():
+        assert scaler.stats().updates == 7
+    assert scaler._get_growth_tracker() == 7
+
+
+@KERNELS
+def test_a_scaler_that_is_given_another_state_counts_from_there(place: Place) -> None:
+    scaler = at(place)
+    optimizer = good(scaler, 5)
+    other = at(place)
+    good(other, 2)
+    scaler.__setstate__(other.__getstate__())
+    scaler.scale(torch.ones((), device=place.device))
+    for _ in range(3):
+        update(scaler, optimizer)
+    assert (scaler._get_growth_tracker(), scaler.stats().updates) == (5, 5)
 
 
 # Whatever is done, in whatever order

@@ -11,7 +11,7 @@ from scaler_triton.core.torch_ops import host_memory
 from scaler_triton.core.update import update_by_ops_, update_on_host_
 from scaler_triton.kernels import abi
 from scaler_triton.kernels.abi import MAX_SCALE, MIN_SCALE
-from scaler_triton.kernels.update_scale import bind_update
+from scaler_triton.kernels.update_scale import bind_update, launch_counts
 from scaler_triton.measuring.headroom import HeadroomRule
 from scaler_triton.policy import NO_LIMITS, Limits
 
@@ -104,3 +104,14 @@ def test_a_ring_of_exponents_that_goes_round(window):
     draw, run = random.Random(window), Run(64.0, headroom=HeadroomRule(2, window))
     for _ in range(50 if window > 17 else 3 * window + 3):
         run.step(0.0, math.ldexp(draw.uniform(1, 2), draw.randint(-60, 10)))
+
+
+@pytest.mark.parametrize(("tracker", "updates"), [(0, 0), (1, 1), (2**31 - 1, 2**40), (5, 2**62)])
+def test_counts_are_written_and_nothing_beside(tracker, updates):
+    trackers = torch.tensor([GUARD, 3, GUARD], dtype=torch.int32, device=DEVICE)
+    counters = torch.arange(abi.COUNTERS, device=DEVICE) - 20
+    want = counters.tolist()
+    want[abi.UPDATES] = updates
+    with launched("_write_counts_kernel"):
+        launch_counts(trackers[1], counters, tracker, updates)
+    assert (trackers.tolist(), counters.tolist()) == ([GUARD, tracker, GUARD], want)
