@@ -613,6 +613,7 @@ class GradScaler(torch.amp.GradScaler):
     def _per_optimizer_states(self, states: Mapping[Any, Any]) -> None:
         self._ours.steps = self._ours.checks.steps = self._ours.steps.replaced_by(states)
 
+    # Our own methods get the tracker by `vars`: for whoever reads or writes this, updates are no longer put off.
     @property
     def _growth_tracker(self) -> Any:  # int32, one element; None before the first `scale`
         if "_growth_tracker" not in vars(self):  # as on torch's disabled scaler
